@@ -1,0 +1,3 @@
+"""Trivet serves LLMs on vLLM split into three tiers: render (CPU), prefill and decode."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,96 @@
+"""What several commands share: loading a plan, showing events, errors on the terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from trivet import __version__
+from trivet.errors import TrivetError
+from trivet.gateway.service import Event
+from trivet.topology import Plan, Topology, load_topology, make_plan, parse_topology
+from trivet.topology.plan import resolve_model
+from trivet.topology.ports import PortBook
+from trivet.topology.template import TEMPLATE
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+TopologyArgument = typer.Argument(None, help="Topology file; without one, the demo's topology.", show_default=False)
+
+
+def version_callback(wanted: bool) -> None:
+    """``trivet --version``."""
+    if wanted:
+        from trivet.topology.machine import Machine
+
+        typer.echo(f"trivet {__version__} (vLLM {Machine.here().vllm or 'not installed'})")
+        raise typer.Exit()
+
+
+def console_error(error: TrivetError) -> None:
+    """Prints an error: its detail first, the line that matters last."""
+    if error.detail:
+        err.print(escape(error.detail), style="dim", soft_wrap=True)
+    err.print(f"[bold red]trivet:[/] {escape(str(error))}", soft_wrap=True)
+
+
+def read_topology(path: Path | None) -> Topology:
+    """The topology of a file, or the demo's."""
+    return parse_topology(TEMPLATE, "the demo topology") if path is None else load_topology(path)
+
+
+def model_folder(topology: Topology, path: Path | None, *, make: bool = True) -> str:
+    """What engines are given as their model; the demo's is made if need be."""
+    if topology.model.name != "demo":
+        return resolve_model(topology.model.name, path.parent if path else None)
+    from trivet.demo.model import demo_model_path, ensure_demo_model
+
+    if not make:
+        return str(demo_model_path())
+    return str(ensure_demo_model(lambda text: err.print(f"  {text}", style="dim")))
+
+
+@contextmanager
+def open_plan(path: Path | None, *, port: int | None = None, at: str = "local") -> Iterator[Plan]:
+    """The plan of a topology file; its ports are held while the block runs."""
+    topology = read_topology(path)
+    if port is not None:
+        topology = topology.model_copy(update={"gateway": topology.gateway.model_copy(update={"port": port})})
+    ports = PortBook()
+    try:
+        yield make_plan(topology, ports, model=model_folder(topology, path), at=at)
+    finally:
+        ports.close()
+
+
+class Progress:
+    """Prints what happens while a service starts, and that it still does when nothing happens for a while."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._started_s = time.monotonic()
+        self._states: dict[str, str] = {}
+
+    def event(self, event: Event) -> None:
+        """Prints a change of state."""
+        if self._states.get(event.subject) == event.state and not event.detail:
+            return
+        self._states[event.subject] = event.state
+        style = {"ready": "green", "failed": "bold red"}.get(event.state, "dim")
+        clock = f"{time.monotonic() - self._started_s:5.0f} s"
+        detail = f"  [dim]{escape(event.detail)}[/]" if event.detail else ""
+        self._console.print(f"[dim]{clock}[/]  {escape(event.subject):<12} [{style}]{event.state}[/]{detail}")
+
+    def still(self) -> None:
+        """Says what is being waited for."""
+        waiting = [name for name, state in self._states.items() if state in ("starting", "waiting")]
+        if waiting:
+            clock = f"{time.monotonic() - self._started_s:5.0f} s"
+            self._console.print(f"[dim]{clock}  still starting: {', '.join(waiting)}[/]")

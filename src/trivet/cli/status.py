@@ -1,0 +1,75 @@
+"""``trivet status``: tiers, engines, state and load of a running service."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from trivet.cli.common import out
+from trivet.errors import TrivetError
+from trivet.gateway.service import last_url
+
+
+def status(
+    url: str | None = typer.Option(None, "--url", help="The gateway; without it, the service started last here."),
+    api_key: str | None = typer.Option(None, "--api-key", envvar="TRIVET_API_KEY", help="If the gateway wants one."),
+    as_json: bool = typer.Option(False, "--json", help="The same as JSON."),
+) -> None:
+    """Show tiers, engines, their state and load."""
+    gateway = url or last_url()
+    if gateway is None:
+        raise TrivetError("no service runs here", mend="start one with `trivet up`, or give --url")
+    facts = asyncio.run(_ask(gateway.rstrip("/"), api_key))
+    if as_json:
+        typer.echo(json.dumps(facts, indent=1))
+        return
+    table = Table(box=None, header_style="bold")
+    for column in ("tier", "engine", "state", "running", "waiting", "KV used", "restarts", "address"):
+        table.add_column(column, justify="right" if column in ("running", "waiting", "KV used", "restarts") else "left")
+    for engine in facts["engines"]:
+        load = engine.get("load") or {}
+        style = "green" if engine["ready"] else "red"
+        table.add_row(
+            engine["tier"],
+            engine["name"],
+            f"[{style}]{engine['state']}[/]",
+            _number(load.get("running")),
+            _number(load.get("waiting")),
+            f"{load['kv_usage']:.0%}" if load else "-",
+            str(engine["restarts"]),
+            engine["url"],
+        )
+    out.print(f"gateway {gateway}: {facts['generations_running']} generation(s) running in the worker asked")
+    out.print(table)
+    for engine in facts["engines"]:
+        if engine.get("problem"):
+            out.print(f"{engine['name']}: {escape(engine['problem'])}", soft_wrap=True)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}"
+
+
+async def _ask(gateway: str, api_key: str | None) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    timeout = aiohttp.ClientTimeout(total=15)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+            session.get(f"{gateway}/trivet/status") as answer,
+        ):
+            if answer.status == 401:
+                raise TrivetError(f"{gateway} wants an API key", mend="--api-key KEY, or TRIVET_API_KEY")
+            if answer.status != 200:
+                raise TrivetError(f"{gateway} answers HTTP {answer.status}", mend="is it a Trivet gateway?")
+            return dict(await answer.json())
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+        raise TrivetError(
+            f"{gateway} does not answer ({type(error).__name__})", mend="is `trivet up` running there?"
+        ) from None

@@ -1,0 +1,20 @@
+"""What moves KV between engines, one file a connector: its engine flags, its handshake, its needs."""
+
+from __future__ import annotations
+
+from trivet.connectors.base import Connector, EngineSettings, Handshake, Need, Side
+from trivet.connectors.nixl import NixlConnector
+
+__all__ = ["CONNECTORS", "Connector", "EngineSettings", "Handshake", "Need", "Side", "connector"]
+
+CONNECTORS: dict[str, Connector] = {one.name: one for one in (NixlConnector(),)}
+"""Every connector that Trivet speaks, by the name vLLM gives it."""
+
+
+def connector(name: str) -> Connector:
+    """The connector of that name.
+
+    Raises:
+        KeyError: Trivet does not speak it.
+    """
+    return CONNECTORS[name]

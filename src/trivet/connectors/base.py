@@ -1,0 +1,114 @@
+"""The seam that every connector is behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+
+class Side(StrEnum):
+    """Which end of a transfer an engine is."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Handshake(StrEnum):
+    """In which order the legs of a request run, and what the gateway carries between them."""
+
+    SEQUENTIAL = "sequential"
+    """Prefill first; what it answers with is handed to decode unread."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What a connector adds to an engine's start."""
+
+    kv_transfer_config: Mapping[str, Any]
+    """The value of ``--kv-transfer-config``."""
+    flags: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Further flags with their value and the reason; what the topology says wins over them."""
+    env: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Environment with values and reasons."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A thing that must be there before an engine with this connector can start."""
+
+    package: str
+    """The import name of a Python package."""
+    install: str
+    """What a person types to get it."""
+
+
+class Connector(Protocol):
+    """One of vLLM's KV connectors, or Trivet's own, as the rest of Trivet sees it.
+
+    Parameters that engines exchange (``kv_transfer_params``) are opaque to everything but the connector's file.
+    """
+
+    @property
+    def name(self) -> str:
+        """vLLM's name for it, as ``kv.connector`` gives it in the topology."""
+        ...
+
+    @property
+    def devices(self) -> frozenset[str]:
+        """The devices whose engines can run it: ``cpu``, ``cuda``."""
+        ...
+
+    @property
+    def handshake(self) -> Handshake:
+        """The order of the legs."""
+        ...
+
+    @property
+    def hands_over_first_token(self) -> bool:
+        """Whether decode may be given the prompt and prefill's token after it.
+
+        Where it may not (both legs must carry identical ids), decode makes the first token.
+        """
+        ...
+
+    def needs(self, device: str) -> Sequence[Need]:
+        """What must be installed for engines on ``device``."""
+        ...
+
+    def ports(self, ranks: int) -> int:
+        """How many consecutive ports an engine with ``ranks`` data-parallel ranks listens on beside HTTP."""
+        ...
+
+    def engine_settings(
+        self, side: Side, *, device: str, host: str, port: int | None, options: Mapping[str, Any]
+    ) -> EngineSettings:
+        """How an engine is started.
+
+        Args:
+            host: the name or address under which the other side reaches this engine.
+            port: the first of ``ports()``, None if that is 0.
+            options: ``kv.options`` of the topology, passed on as ``kv_connector_extra_config``.
+        """
+        ...
+
+    def prefill_params(self) -> dict[str, Any]:
+        """``kv_transfer_params`` of the prefill leg."""
+        ...
+
+    def decode_params(self, answered: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """``kv_transfer_params`` of the decode leg, from what prefill answered; None if nothing was handed over."""
+        ...
+
+    def release_params(self, answered: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Parameters of a decode request that is ended at once, so that prefill frees KV nobody will pull.
+
+        None if prefill holds nothing.
+        """
+        ...
+
+    @property
+    def bytes_metric(self) -> str | None:
+        """The engines' counter of KV bytes received, as Prometheus names it, or None."""
+        ...

@@ -1,0 +1,113 @@
+"""Questions to an engine over HTTP: does it live, which vLLM is it, does it generate, how loaded is it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+_QUESTION_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+_CANARY_TIMEOUT = aiohttp.ClientTimeout(total=180.0)
+
+
+class Health(StrEnum):
+    """What ``GET /health`` says."""
+
+    OK = "ok"
+    DEAD = "dead"
+    """The server answers, and says that its engine has died."""
+    SILENT = "silent"
+    """Nothing answers in time: not up yet, gone, or busy."""
+
+
+async def health(session: aiohttp.ClientSession, url: str) -> Health:
+    """Asks an engine whether it lives."""
+    try:
+        async with session.get(f"{url}/health", timeout=_QUESTION_TIMEOUT) as answer:
+            if answer.status == 200:
+                return Health.OK
+            return Health.DEAD if answer.status == 503 else Health.SILENT
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return Health.SILENT
+
+
+async def version(session: aiohttp.ClientSession, url: str) -> str | None:
+    """The engine's vLLM version, None if it does not tell."""
+    try:
+        async with session.get(f"{url}/version", timeout=_QUESTION_TIMEOUT) as answer:
+            body = await answer.json(content_type=None)
+            return str(body["version"]) if answer.status == 200 else None
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+async def canary(session: aiohttp.ClientSession, url: str, model: str, api_key: str | None = None) -> str | None:
+    """Has the engine generate one token, with a cache salt of its own; None if it did, else what went wrong."""
+    body = {
+        "token_ids": [1, 2, 3],
+        "model": model,
+        "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False},
+        "cache_salt": uuid.uuid4().hex,
+    }
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        async with session.post(
+            f"{url}/inference/v1/generate", json=body, headers=headers, timeout=_CANARY_TIMEOUT
+        ) as answer:
+            if answer.status == 200:
+                return None
+            text = (await answer.text())[:200].strip()
+            if answer.status in (403, 404):  # switched off (0.30 says 404), or another model's name
+                return (
+                    f"start it with --enable-scale-out and --served-model-name {model} (HTTP {answer.status}: {text})"
+                )
+            return f"HTTP {answer.status} on a one-token request: {text}"
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        return f"no answer to a one-token request ({type(error).__name__})"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMetrics:
+    """What an engine counts: gauges as they are now, counters since its start."""
+
+    running: float
+    waiting: float
+    kv_usage: float
+    """Share of the KV pool in use, 0 to 1."""
+    prompt_tokens: Mapping[str, float]
+    """Prompt tokens by where they came from: ``local_compute``, ``local_cache_hit``, ``external_kv_transfer``."""
+    values: Mapping[str, float]
+    """Every metric by name, summed over its labels."""
+
+
+async def metrics(session: aiohttp.ClientSession, url: str) -> EngineMetrics | None:
+    """Reads an engine's ``/metrics``; None if it does not answer."""
+    try:
+        async with session.get(f"{url}/metrics", timeout=_QUESTION_TIMEOUT) as answer:
+            text = await answer.text()
+            return parse_metrics(text) if answer.status == 200 else None
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
+        return None
+
+
+def parse_metrics(text: str) -> EngineMetrics:
+    """From Prometheus' exposition text."""
+    values: dict[str, float] = {}
+    by_source: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            values[sample.name] = values.get(sample.name, 0.0) + sample.value
+            if sample.name == "vllm:prompt_tokens_by_source_total":
+                source = sample.labels.get("source", "")
+                by_source[source] = by_source.get(source, 0.0) + sample.value
+    return EngineMetrics(
+        running=values.get("vllm:num_requests_running", 0.0),
+        waiting=values.get("vllm:num_requests_waiting", 0.0),
+        kv_usage=values.get("vllm:kv_cache_usage_perc", 0.0),
+        prompt_tokens=by_source,
+        values=values,
+    )

@@ -1,0 +1,264 @@
+"""Starts the engines of a plan, watches all of them, and starts again those that end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from trivet.errors import EngineFailedError
+from trivet.fleet import probe
+from trivet.fleet.process import GuardedProcess, tail
+from trivet.topology.machine import OLDEST_VLLM, is_too_old
+from trivet.topology.plan import EnginePlan, Plan
+
+_POLL_S = 0.3
+_SILENCE_S = 30.0
+"""An engine that has answered nothing for so long is out of service; a busy one may be slow to answer."""
+_START_LIMIT_S = 1800.0
+_BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)
+_STEADY_S = 120.0
+"""After so long in service an engine's earlier failures are forgotten."""
+
+
+class State(StrEnum):
+    """Where an engine is in its life."""
+
+    WAITING = "waiting"
+    """Someone else starts it, and it does not answer yet."""
+    STARTING = "starting"
+    READY = "ready"
+    FAILED = "failed"
+    """It ended; it is started again after a pause."""
+    STOPPED = "stopped"
+
+
+@dataclass(slots=True)
+class EngineStatus:
+    """One engine as the fleet knows it."""
+
+    plan: EnginePlan
+    log: Path
+    state: State
+    generation: int = 0
+    failures: int = 0
+    ready_since: float | None = None
+    problem: str | None = None
+    pid: int | None = None
+    started_s: float = field(default_factory=time.monotonic)
+
+    def facts(self) -> dict[str, Any]:
+        """For gateway workers and ``trivet status``."""
+        return {
+            "name": self.plan.name,
+            "tier": self.plan.tier,
+            "url": self.plan.url,
+            "device": self.plan.device,
+            "state": str(self.state),
+            "ready": self.state is State.READY,
+            "generation": self.generation,
+            "restarts": max(0, self.generation - 1),
+            "problem": self.problem,
+            "log": str(self.log) if self.plan.started_by == "trivet" else None,
+            "api_key": self.plan.api_key,
+        }
+
+
+Listener = Callable[[EngineStatus], None]
+
+
+class Fleet:
+    """The engines of a plan. ``start`` once, ``stop`` once."""
+
+    def __init__(self, plan: Plan, logs: Path, listener: Listener = lambda _: None) -> None:
+        """
+        Args:
+            logs: folder for one log an engine.
+            listener: called with an engine's status each time its state changes.
+        """
+        self._model = plan.served_names[0]
+        self._listener = listener
+        self._tasks: list[asyncio.Task[None]] = []
+        self._processes: dict[str, GuardedProcess] = {}
+        self._session: aiohttp.ClientSession | None = None
+        self._all_ready = asyncio.Event()
+        self._started = asyncio.Event()
+        self._stopping = False
+        self.engines = {
+            one.name: EngineStatus(
+                one,
+                logs / f"{one.name}.log",
+                State.STARTING if one.started_by == "trivet" else State.WAITING,
+            )
+            for one in plan.engines
+        }
+
+    async def start(self) -> None:
+        """Returns when every engine is ready.
+
+        Raises:
+            EngineFailedError: one ended instead, or a foreign one is too old; its siblings still run until ``stop``.
+        """
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
+        for status in self.engines.values():
+            self._listener(status)
+            tend = self._tend if status.plan.started_by == "trivet" else self._follow
+            self._tasks.append(asyncio.create_task(tend(status), name=f"engine {status.plan.name}"))
+        everyone = asyncio.create_task(self._all_ready.wait())
+        try:
+            done, _ = await asyncio.wait([everyone, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # a failed engine's error comes out here
+        finally:
+            everyone.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await everyone
+        self._started.set()
+
+    async def stop(self) -> None:
+        """Ends the engines that were started here: decode first, so that no transfer loses its source."""
+        self._stopping = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for tier in ("decode", "mixed", "prefill"):
+            ending = [process for name, process in self._processes.items() if self.engines[name].plan.tier == tier]
+            await asyncio.gather(*(process.stop() for process in ending))
+        for status in self.engines.values():
+            self._change(status, State.STOPPED)
+        if self._session is not None:
+            await self._session.close()
+
+    async def _tend(self, status: EngineStatus) -> None:
+        """The life of an engine that is started here."""
+        while True:
+            status.generation += 1
+            status.started_s = time.monotonic()
+            self._change(status, State.STARTING)
+            process = await GuardedProcess.start(status.plan.command(), status.plan.environment(), status.log)
+            self._processes[status.plan.name] = process
+            status.pid = process.pid
+            try:
+                problem = await self._until_ready(status, process)
+                if problem is None:
+                    status.ready_since = time.monotonic()
+                    self._change(status, State.READY)
+                    problem = await self._until_broken(status, process)
+            finally:
+                if not self._stopping:
+                    await process.kill()
+            status.problem = problem
+            if not self._started.is_set():
+                self._change(status, State.FAILED)
+                raise EngineFailedError(
+                    f"engine {status.plan.name} {problem}",
+                    mend=f"its log is {status.log}",
+                    detail=tail(status.log),
+                )
+            if status.ready_since is not None and time.monotonic() - status.ready_since > _STEADY_S:
+                status.failures = 0
+            status.failures += 1
+            status.ready_since = None
+            self._change(status, State.FAILED)
+            await asyncio.sleep(_BACKOFF_S[min(status.failures, len(_BACKOFF_S)) - 1])
+
+    async def _until_ready(self, status: EngineStatus, process: GuardedProcess) -> str | None:
+        """None when the engine has generated a token; else what happened."""
+        assert self._session is not None
+        deadline = time.monotonic() + _START_LIMIT_S
+        while time.monotonic() < deadline:
+            if (problem := _ended(process)) is not None:
+                return problem
+            if await probe.health(self._session, status.plan.url) is probe.Health.OK:
+                # whoever answers must be ours: another server on this port would answer as well
+                if (problem := _ended(process)) is not None:
+                    return problem
+                return await self._watching(
+                    process, probe.canary(self._session, status.plan.url, self._model, status.plan.api_key)
+                )
+            await asyncio.sleep(_POLL_S)
+        return f"was not ready after {_START_LIMIT_S:.0f} s"
+
+    async def _watching(self, process: GuardedProcess, question: Any) -> str | None:
+        """The answer to a question, or the end of the process if that comes first."""
+        asking = asyncio.ensure_future(question)
+        ending = asyncio.ensure_future(process.wait())
+        try:
+            await asyncio.wait([asking, ending], return_when=asyncio.FIRST_COMPLETED)
+            if asking.done():
+                return str(asking.result()) if asking.result() is not None else None
+            return _ended(process)
+        finally:
+            asking.cancel()
+            ending.cancel()
+
+    async def _until_broken(self, status: EngineStatus, process: GuardedProcess) -> str:
+        """Returns when the engine ended, says that it died, or has been silent for too long."""
+        assert self._session is not None
+        last_word = time.monotonic()
+        while True:
+            if (problem := _ended(process)) is not None:
+                return problem
+            match await probe.health(self._session, status.plan.url):
+                case probe.Health.OK:
+                    last_word = time.monotonic()
+                case probe.Health.DEAD:
+                    return "says that its engine core has died"
+                case probe.Health.SILENT if time.monotonic() - last_word > _SILENCE_S:
+                    return f"has not answered for {_SILENCE_S:.0f} s"
+                case _:
+                    pass
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(process.wait()), _POLL_S)
+
+    async def _follow(self, status: EngineStatus) -> None:
+        """Watches an engine that someone else starts."""
+        assert self._session is not None
+        plan, last_word = status.plan, time.monotonic()
+        while True:
+            word = await probe.health(self._session, plan.url)
+            if word is probe.Health.OK:
+                last_word = time.monotonic()
+                if status.state is not State.READY:
+                    found = await probe.version(self._session, plan.url)
+                    if found is not None and is_too_old(found):
+                        needed = ".".join(str(part) for part in OLDEST_VLLM)
+                        raise EngineFailedError(
+                            f"engine {plan.name} at {plan.url} is vLLM {found}",
+                            mend=f"Trivet needs {needed} or newer",
+                        )
+                    status.problem = await probe.canary(self._session, plan.url, self._model, plan.api_key)
+                    if status.problem is None:
+                        status.generation += 1
+                        self._change(status, State.READY)
+                    elif not self._started.is_set():
+                        raise EngineFailedError(f"engine {plan.name} at {plan.url}: {status.problem}")
+            elif status.state is State.READY and (
+                word is probe.Health.DEAD or time.monotonic() - last_word > 3 * _POLL_S
+            ):
+                status.problem = "does not answer" if word is probe.Health.SILENT else "says that it has died"
+                self._change(status, State.WAITING)
+            await asyncio.sleep(_POLL_S)
+
+    def _change(self, status: EngineStatus, state: State) -> None:
+        status.state = state
+        if state is State.READY:
+            status.problem = None
+        if all(one.state is State.READY for one in self.engines.values()):
+            self._all_ready.set()
+        self._listener(status)
+
+
+def _ended(process: GuardedProcess) -> str | None:
+    if process.status is None:
+        return None
+    if process.status > 128:
+        return f"was ended by signal {process.status - 128}"
+    return f"ended with exit status {process.status}"

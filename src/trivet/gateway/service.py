@@ -1,0 +1,320 @@
+"""A whole service: the fleet's engines and the gateway's workers, up together and down together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from trivet.errors import EngineFailedError, PortInUseError, TrivetError
+from trivet.fleet.process import tail
+from trivet.fleet.supervisor import EngineStatus, Fleet
+from trivet.gateway.worker import WorkerConfig
+from trivet.topology.plan import Plan
+
+_BACKOFF_S = 1.0
+_KEPT_RUNS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something a person may want to see: an engine or a gateway worker changed its state."""
+
+    subject: str
+    state: str
+    detail: str = ""
+
+
+Observer = Callable[[Event], None]
+
+
+def state_dir() -> Path:
+    """Where runs are kept: ``$TRIVET_STATE``, else ``$XDG_STATE_HOME/trivet``, else ``~/.local/state/trivet``."""
+    if own := os.environ.get("TRIVET_STATE"):
+        return Path(own)
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "trivet"
+
+
+def new_run_dir() -> Path:
+    """A fresh folder for the logs of one run; the oldest ones are removed."""
+    runs = state_dir() / "runs"
+    runs.mkdir(parents=True, exist_ok=True)
+    for old in sorted(runs.iterdir())[: -_KEPT_RUNS + 1]:
+        shutil.rmtree(old, ignore_errors=True)
+    path = runs / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    path.mkdir()
+    return path
+
+
+def last_url() -> str | None:
+    """The address of the service that was started last and still runs, for commands that are given none."""
+    try:
+        value = json.loads((state_dir() / "last.json").read_text(encoding="utf-8"))
+        os.kill(int(value["pid"]), 0)
+        return str(value["url"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+class Service:
+    """Engines and gateway of one plan. ``async with`` it: inside, it serves."""
+
+    def __init__(self, plan: Plan, run_dir: Path, observe: Observer = lambda _: None) -> None:
+        self.plan = plan
+        self.run_dir = run_dir
+        self._observe = observe
+        self._fleet = Fleet(plan, run_dir, self._engine_changed)
+        self._socket = _bind(plan.topology.gateway.host, plan.topology.gateway.port)
+        self._workers: list[_Worker] = []
+        self._broken: asyncio.Future[None] | None = None
+
+    @property
+    def fleet(self) -> Fleet:
+        """Its engines."""
+        return self._fleet
+
+    @property
+    def url(self) -> str:
+        """Where clients come in; ``127.0.0.1`` for a gateway that listens everywhere."""
+        host, port = self._socket.getsockname()[:2]
+        if host in ("0.0.0.0", "::"):
+            host = "127.0.0.1"
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    @property
+    def gateway_log(self) -> Path:
+        """The log of the gateway's workers."""
+        return self.run_dir / "gateway.log"
+
+    async def __aenter__(self) -> Service:
+        try:
+            async with asyncio.TaskGroup() as starting:
+                starting.create_task(self._fleet.start())
+                starting.create_task(self._start_workers())
+        except BaseExceptionGroup as group:
+            await self._stop()
+            fault = _first_fault(group)
+            if fault is None:
+                raise
+            raise fault from None
+        except BaseException:
+            await self._stop()
+            raise
+        self._publish()
+        record = {"pid": os.getpid(), "url": self.url, "run_dir": str(self.run_dir)}
+        (state_dir() / "last.json").write_text(json.dumps(record), encoding="utf-8")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stop()
+
+    async def _start_workers(self) -> None:
+        topology = self.plan.topology
+        metrics_dir = None
+        if topology.gateway.workers > 1:
+            metrics_dir = self.run_dir / "metrics"
+            metrics_dir.mkdir(exist_ok=True)
+        for number in range(topology.gateway.workers):
+            self._workers.append(
+                _Worker(number, self.plan, self._socket, self.gateway_log, metrics_dir, self._state_line, self._observe)
+            )
+        # the first one alone: the operating system's file cache then has what the others import
+        for worker in self._workers:
+            await worker.start()
+
+    async def _stop(self) -> None:
+        """Workers first, which let running requests end; then the engines."""
+        await asyncio.gather(*(worker.stop() for worker in self._workers))
+        await self._fleet.stop()
+        self._socket.close()
+
+    def _engine_changed(self, status: EngineStatus) -> None:
+        detail = status.problem or ""
+        if status.state == "ready":
+            detail = f"after {time.monotonic() - status.started_s:.0f} s"
+        self._observe(Event(status.plan.name, str(status.state), detail))
+        self._publish()
+
+    def _state_line(self) -> bytes:
+        return orjson.dumps({"engines": [status.facts() for status in self._fleet.engines.values()]}) + b"\n"
+
+    def _publish(self) -> None:
+        line = self._state_line()
+        for worker in self._workers:
+            worker.tell(line)
+
+
+class _Worker:
+    """One gateway worker process, started again if it ends."""
+
+    def __init__(
+        self,
+        number: int,
+        plan: Plan,
+        listener: socket.socket,
+        log: Path,
+        metrics_dir: Path | None,
+        state_line: Callable[[], bytes],
+        observe: Observer,
+    ) -> None:
+        self._name = f"gateway-{number}"
+        self._plan = plan
+        self._listener = listener
+        self._log = log
+        self._metrics_dir = metrics_dir
+        self._state_line = state_line
+        self._observe = observe
+        self._process: asyncio.subprocess.Process | None = None
+        self._tending: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Returns when the worker listens.
+
+        Raises:
+            TrivetError: it cannot; in its own words if it had any.
+        """
+        self._observe(Event(self._name, "starting"))
+        started_s = time.monotonic()
+        await self._spawn()
+        self._observe(Event(self._name, "ready", f"after {time.monotonic() - started_s:.0f} s"))
+        self._tending = asyncio.create_task(self._tend(), name=self._name)
+
+    async def stop(self) -> None:
+        """Lets it finish what it serves, for as long as the topology allows."""
+        if self._tending is not None:
+            self._tending.cancel()
+            await asyncio.gather(self._tending, return_exceptions=True)
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(process.wait(), self._plan.topology.gateway.drain_s + 15.0)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    def tell(self, line: bytes) -> None:
+        """Sends the state of the fleet."""
+        process = self._process
+        if process is not None and process.stdin is not None and process.returncode is None:
+            with contextlib.suppress(ConnectionError, RuntimeError):
+                process.stdin.write(line)
+
+    async def _tend(self) -> None:
+        while True:
+            assert self._process is not None
+            status = await self._process.wait()
+            self._observe(Event(self._name, "failed", f"ended with status {status}; its log is {self._log}"))
+            await asyncio.sleep(_BACKOFF_S)
+            try:
+                await self._spawn()
+                self._observe(Event(self._name, "ready", "again"))
+            except TrivetError as error:
+                self._observe(Event(self._name, "failed", str(error)))
+
+    async def _spawn(self) -> None:
+        gateway = self._plan.topology.gateway
+        report_in, report_out = os.pipe()
+        env = dict(os.environ)
+        if self._metrics_dir is not None:
+            env["PROMETHEUS_MULTIPROC_DIR"] = str(self._metrics_dir)
+        if Path(self._plan.model).is_dir():
+            env["HF_HUB_OFFLINE"] = "1"
+        env.setdefault("VLLM_NO_USAGE_STATS", "1")
+        try:
+            with self._log.open("ab") as output:
+                self._process = process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    "trivet.gateway.worker",
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=output,
+                    stderr=asyncio.subprocess.STDOUT,
+                    pass_fds=(self._listener.fileno(), report_out),
+                    env=env,
+                    start_new_session=True,
+                )
+        except BaseException:
+            os.close(report_in)
+            raise
+        finally:
+            os.close(report_out)
+        config = WorkerConfig(
+            listen_fd=self._listener.fileno(),
+            report_fd=report_out,
+            flags=self._plan.render_flags,
+            connector=self._plan.connector.name if self._plan.connector else None,
+            api_keys=tuple(gateway.api_keys),
+            drain_s=gateway.drain_s,
+        )
+        assert process.stdin is not None
+        process.stdin.write(config.dump() + b"\n" + self._state_line())
+        word = await _read_line(report_in)
+        if word.get("ready"):
+            return
+        await process.wait()
+        raise EngineFailedError(
+            str(word.get("failed") or f"the gateway worker ended with status {process.returncode}"),
+            mend=word.get("mend") or f"its log is {self._log}",
+            detail=None if word.get("mend") else tail(self._log),
+        )
+
+
+async def _read_line(descriptor: int) -> Mapping[str, Any]:
+    """The first line that a worker reports; empty if it ends without a word."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    transport, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", 0)
+    )
+    try:
+        line = await reader.readline()
+        return dict(json.loads(line)) if line else {}
+    finally:
+        transport.close()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """The gateway's socket, bound before anything is started so that a taken port is known first."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    except OSError as error:
+        raise PortInUseError(f"gateway.host: {host}: {error.strerror or error}", mend="give an address here") from None
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise PortInUseError(
+            f"the gateway cannot listen on {host}:{port}: {error.strerror}",
+            mend="stop what uses it, or give another: --port N, or gateway.port in the topology (0: a free one)",
+        ) from None
+    return listener
+
+
+def _first_fault(error: BaseException) -> TrivetError | None:
+    """The Trivet error inside a group of errors, if there is one."""
+    if isinstance(error, TrivetError):
+        return error
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            if (found := _first_fault(inner)) is not None:
+                return found
+    return None

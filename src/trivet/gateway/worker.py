@@ -1,0 +1,147 @@
+"""A gateway worker process: ``python -m trivet.gateway.worker``, started by the fleet.
+
+Standard input is its lifeline and its news: the first line is a ``WorkerConfig``, every later one the state of the
+fleet; at end of file (Trivet is gone) the worker stops. It reports on the file descriptor it is given, one JSON
+object a line: ``{"ready": true}`` or ``{"failed": "...", "mend": "..."}``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import orjson
+import uvicorn
+import uvloop
+
+from trivet.connectors import CONNECTORS
+from trivet.errors import TrivetError
+from trivet.gateway.app import GatewayApp
+from trivet.gateway.metrics import GatewayMetrics
+from trivet.legs.life import Legs
+from trivet.legs.wire import open_session
+from trivet.routing.engines import Engines, EngineView
+
+_LINE_LIMIT_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """What a worker must know at its start."""
+
+    listen_fd: int
+    """A bound socket that all workers share."""
+    report_fd: int
+    flags: tuple[str, ...]
+    """vLLM's serve flags for the render tier, the model first."""
+    connector: str | None
+    api_keys: tuple[str, ...]
+    drain_s: float
+    """How long running requests may take after the worker was told to stop."""
+
+    def dump(self) -> bytes:
+        """As one line of JSON."""
+        return orjson.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, line: bytes) -> WorkerConfig:
+        """From ``dump``'s line."""
+        value = orjson.loads(line)
+        return cls(**{**value, "flags": tuple(value["flags"]), "api_keys": tuple(value["api_keys"])})
+
+
+async def _serve(config: WorkerConfig, news: asyncio.StreamReader) -> None:
+    from trivet.render.frontend import open_frontend
+
+    engines = Engines()
+    metrics = GatewayMetrics()
+    state: dict[str, Any] = {"engines": []}
+    connector = CONNECTORS[config.connector] if config.connector else None
+    async with open_session() as session:
+        legs = Legs(engines, session, connector, metrics.ended)
+        flags = list(config.flags)
+        if config.api_keys:
+            flags += ["--api-key", *config.api_keys]
+        async with open_frontend(flags, legs) as frontend:
+            app = GatewayApp(
+                frontend.app,
+                engines,
+                legs,
+                metrics,
+                fleet=lambda: dict(state),
+                running=lambda: frontend.core.running,
+                api_keys=config.api_keys,
+            )
+            server = uvicorn.Server(
+                uvicorn.Config(
+                    app,
+                    http="httptools",
+                    lifespan="on",
+                    access_log=False,
+                    log_level="warning",
+                    server_header=False,
+                    timeout_keep_alive=75,
+                    timeout_graceful_shutdown=int(config.drain_s) or 1,
+                )
+            )
+
+            async def listen_to_fleet() -> None:
+                while line := await news.readline():
+                    state.clear()
+                    state.update(orjson.loads(line))
+                    engines.update(EngineView.parse(one) for one in state["engines"])
+                    for one in state["engines"]:
+                        one.pop("api_key", None)  # not for /trivet/status
+                server.should_exit = True
+
+            listener = asyncio.create_task(listen_to_fleet())
+            reporter = asyncio.create_task(_report_when_started(server, config.report_fd))
+            try:
+                await server.serve(sockets=[socket.socket(fileno=config.listen_fd)])
+            finally:
+                for task in (listener, reporter):
+                    task.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await task
+        await legs.close()
+
+
+async def _report_when_started(server: uvicorn.Server, report_fd: int) -> None:
+    while not server.started:  # noqa: ASYNC110  (uvicorn has no event to wait for)
+        await asyncio.sleep(0.02)
+    report(report_fd, {"ready": True})
+
+
+def report(report_fd: int, value: dict[str, Any]) -> None:
+    """Tells the fleet something; that nobody listens any more is no fault."""
+    with contextlib.suppress(OSError):
+        os.write(report_fd, orjson.dumps(value) + b"\n")
+
+
+async def _main() -> int:
+    loop = asyncio.get_running_loop()
+    news = asyncio.StreamReader(limit=_LINE_LIMIT_BYTES)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(news), sys.stdin)
+    config = WorkerConfig.parse(await news.readline())
+    try:
+        await _serve(config, news)
+    except TrivetError as error:
+        report(config.report_fd, {"failed": error.problem, "mend": error.mend})
+        return 1
+    except Exception as error:
+        report(config.report_fd, {"failed": f"the gateway worker ended: {type(error).__name__}: {error}", "mend": None})
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    # The render tier needs no GPU: without this a worker could start a CUDA context on one.
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+    import trivet.fleet.vllm  # noqa: F401  (answers for the distribution name of vLLM's CPU build)
+
+    sys.exit(uvloop.run(_main()))

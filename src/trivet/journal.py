@@ -1,0 +1,116 @@
+"""What happened to a request, and when: the facts behind the demo's table, ``/trivet/requests`` and the metrics.
+
+A ``RequestRecord`` is opened when the first byte of a request reaches the gateway and is found again, by whatever
+works on that request, through a context variable. One HTTP request makes one generation for each prompt and each
+of its ``n`` choices; every generation is served split (two legs) or colocated (one).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def now_s() -> float:
+    """Seconds on the clock that every stamp here is read from (monotonic)."""
+    return time.perf_counter()
+
+
+@dataclass(slots=True)
+class GenerationRecord:
+    """One choice of one prompt: which engines served it, and when. Stamps are ``now_s()``, None if not reached."""
+
+    generation_id: str
+    prompt_tokens: int
+    rendered_s: float
+    split: bool = False
+    reason: str = ""
+    """Why it was served split or colocated; a fallback names the fault."""
+    prefill_engine: str | None = None
+    decode_engine: str | None = None
+    prefill_start_s: float | None = None
+    prefill_end_s: float | None = None
+    first_token_s: float | None = None
+    end_s: float | None = None
+    cached_tokens: int | None = None
+    """Prompt tokens that the engine which computed the prompt found in its own prefix cache."""
+    completion_tokens: int = 0
+    finish_reason: str | None = None
+    error: str | None = None
+
+    def facts(self, arrived_s: float) -> dict[str, Any]:
+        """The record as plain JSON values; durations in milliseconds."""
+        return {
+            "id": self.generation_id,
+            "split": self.split,
+            "reason": self.reason,
+            "prefill_engine": self.prefill_engine,
+            "decode_engine": self.decode_engine,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "completion_tokens": self.completion_tokens,
+            "finish_reason": self.finish_reason,
+            "error": self.error,
+            "render_ms": _ms(arrived_s, self.rendered_s),
+            "prefill_ms": _ms(self.prefill_start_s, self.prefill_end_s),
+            "handover_ms": _ms(self.prefill_end_s, self.first_token_s),
+            "ttft_ms": _ms(arrived_s, self.first_token_s),
+            "decode_ms": _ms(self.first_token_s, self.end_s),
+        }
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One HTTP request at the gateway."""
+
+    request_id: str
+    path: str
+    arrived_s: float = field(default_factory=now_s)
+    status: int | None = None
+    colocate: str | None = None
+    """Why the whole request must be served colocated, or None."""
+    generations: list[GenerationRecord] = field(default_factory=list)
+
+    def facts(self) -> dict[str, Any]:
+        """The record as plain JSON values."""
+        return {
+            "request_id": self.request_id,
+            "path": self.path,
+            "status": self.status,
+            "generations": [one.facts(self.arrived_s) for one in self.generations],
+        }
+
+
+current_request: ContextVar[RequestRecord | None] = ContextVar("trivet_current_request", default=None)
+"""The request that the running task works for."""
+
+
+class Journal:
+    """The newest requests, by id; the oldest is forgotten when ``capacity`` is reached."""
+
+    def __init__(self, capacity: int = 1024) -> None:
+        self._order: deque[RequestRecord] = deque()
+        self._by_id: dict[str, RequestRecord] = {}
+        self._capacity = capacity
+
+    def open(self, request_id: str, path: str) -> RequestRecord:
+        """Starts a record; a repeated id shows its newest request."""
+        record = RequestRecord(request_id, path)
+        self._order.append(record)
+        self._by_id[request_id] = record
+        if len(self._order) > self._capacity:
+            oldest = self._order.popleft()
+            if self._by_id.get(oldest.request_id) is oldest:
+                del self._by_id[oldest.request_id]
+        return record
+
+    def find(self, request_id: str) -> RequestRecord | None:
+        """The newest record under this id, or None."""
+        return self._by_id.get(request_id)
+
+
+def _ms(start_s: float | None, end_s: float | None) -> float | None:
+    return None if start_s is None or end_s is None else round((end_s - start_s) * 1e3, 2)

@@ -1,0 +1,259 @@
+"""The life of one generation: prefill leg, handover, decode leg; or one leg alone when it is served colocated.
+
+``Legs`` is the ``TokenEngine`` under the render tier. Everything a generation holds is held by the task that runs
+it: cancelling that task closes whichever leg is open, which makes the engine abort it, and KV that a finished
+prefill leg keeps for a decode leg that will not come is released. A leg that failed is tried elsewhere while the
+client has seen nothing of the answer; afterwards the failure is the client's to see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import aiohttp
+
+from trivet.connectors import Connector
+from trivet.journal import GenerationRecord, RequestRecord, current_request, now_s
+from trivet.legs.bodies import decode_body, first_token_may_be_handed_over, prefill_body
+from trivet.legs.wire import LegError, generate, stream
+from trivet.render.contract import ServingError, TokenChunk, TokenRequest
+from trivet.routing.choose import Route, choose
+from trivet.routing.engines import Engines, EngineView
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 3
+_RELEASE_TIMEOUT_S = 10.0
+
+Observer = Callable[[GenerationRecord, RequestRecord | None], None]
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a prefill engine keeps for this generation until decode has taken it."""
+
+    prefill: EngineView
+    params: Mapping[str, Any]
+
+
+class Legs:
+    """Runs generations on the fleet's engines."""
+
+    def __init__(
+        self,
+        engines: Engines,
+        session: aiohttp.ClientSession,
+        connector: Connector | None,
+        observe: Observer = lambda *_: None,
+    ) -> None:
+        """
+        Args:
+            engines: whose engines are chosen from.
+            session: the HTTP session of the legs; closed by its owner.
+            connector: what moves KV between prefill and decode; None serves everything colocated.
+            observe: called with the record of each generation that ended.
+        """
+        self._engines = engines
+        self.session = session
+        self._connector = connector
+        self._observe = observe
+        self._background: set[asyncio.Task[None]] = set()
+        self.releases_pending = 0
+        """KV hand-overs that nobody took and that are being released."""
+
+    async def run(self, request: TokenRequest) -> AsyncGenerator[TokenChunk, None]:
+        """Generates. See ``TokenEngine.run``."""
+        owner = current_request.get()
+        record = GenerationRecord(request.request_id, len(request.token_ids), now_s())
+        if owner is not None:
+            owner.generations.append(record)
+        try:
+            if owner is not None and owner.colocate and request.unsplittable is None:
+                request = replace(request, unsplittable=owner.colocate)
+            async with aclosing(self._attempts(request, record)) as chunks:
+                async for chunk in chunks:
+                    if chunk.token_ids and record.first_token_s is None:
+                        record.first_token_s = now_s()
+                    record.completion_tokens += len(chunk.token_ids)
+                    if chunk.finish_reason:
+                        record.finish_reason = chunk.finish_reason
+                        record.end_s = now_s()
+                    yield chunk
+        except ServingError as error:
+            record.error = error.message
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            record.finish_reason = record.finish_reason or "abort"
+            raise
+        finally:
+            record.end_s = record.end_s or now_s()
+            self._observe(record, owner)
+
+    async def close(self) -> None:
+        """Waits for releases that are under way, and gives up on those that take too long."""
+        if self._background:
+            _, late = await asyncio.wait(self._background, timeout=_RELEASE_TIMEOUT_S)
+            for task in late:
+                task.cancel()
+
+    async def _attempts(self, request: TokenRequest, record: GenerationRecord) -> AsyncGenerator[TokenChunk, None]:
+        avoid: frozenset[str] = frozenset()
+        colocate = request.unsplittable
+        if colocate is None and self._connector is None:
+            colocate = "the topology has no connector"
+        faults: list[str] = []
+        for _ in range(_ATTEMPTS):
+            route = choose(self._engines, colocate=colocate, avoid=avoid)
+            if route is None:
+                break
+            record.split = route.prefill is not None
+            record.reason = f"{route.reason} ({'; '.join(faults)})" if faults else route.reason
+            record.decode_engine = route.decode.name
+            record.prefill_engine = route.prefill.name if route.prefill else None
+            try:
+                async with aclosing(self._on_route(request, route, record)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+                return
+            except LegError as fault:
+                if record.first_token_s is not None or record.completion_tokens:
+                    raise ServingError(f"the answer broke off: {fault}", status=502) from fault
+                if fault.status is not None and 400 <= fault.status < 500 and fault.status not in (408, 429):
+                    # the request itself is refused: another engine would say the same
+                    raise ServingError(str(fault), status=fault.status) from fault
+                logger.warning("generation %s: %s; trying elsewhere", request.request_id, fault)
+                faults.append(str(fault))
+                avoid |= {fault.engine}
+        if faults:
+            raise ServingError(f"no engine could serve this request: {'; '.join(faults)}", status=502)
+        raise ServingError("no engine is ready to serve this request", status=503)
+
+    async def _on_route(
+        self, request: TokenRequest, route: Route, record: GenerationRecord
+    ) -> AsyncGenerator[TokenChunk, None]:
+        if route.prefill is None:
+            with self._engines.charge(route.decode, _tokens(request)):
+                async with aclosing(self._decode(request, route.decode, None)) as chunks:
+                    async for chunk in chunks:
+                        if chunk.cached_tokens is not None:
+                            record.cached_tokens = chunk.cached_tokens
+                        yield chunk
+            return
+
+        assert self._connector is not None
+        seeded = self._connector.hands_over_first_token and first_token_may_be_handed_over(request)
+        record.prefill_start_s = now_s()
+        with self._engines.charge(route.prefill, len(request.token_ids)):
+            answer = await generate(
+                self.session,
+                route.prefill.name,
+                route.prefill.url,
+                prefill_body(request, self._connector.prefill_params(), sample=seeded),
+                _headers(request, route.prefill, "prefill"),
+            )
+        record.prefill_end_s = now_s()
+        record.cached_tokens = _cached_tokens(answer)
+        answered = answer.get("kv_transfer_params")
+        held = _Held(route.prefill, answered) if answered else None
+        first: tuple[int, ...] = ()
+        try:
+            params = self._connector.decode_params(answered)
+            if params is None:
+                held = None
+                record.split = False
+                record.reason = f"{route.prefill.name} handed nothing over"
+            elif seeded:
+                choice = answer["choices"][0]
+                first = tuple(choice["token_ids"])
+                stopped = choice.get("finish_reason") == "stop" or request.sampling.get("max_tokens") == 1
+                yield TokenChunk(
+                    first,
+                    finish_reason=choice["finish_reason"] if stopped else None,
+                    stop_reason=choice.get("stop_reason"),
+                    cached_tokens=record.cached_tokens,
+                )
+                if stopped:
+                    return
+            with self._engines.charge(route.decode, _tokens(request)):
+                begun = False
+                async with aclosing(self._decode(request, route.decode, params, after=first)) as chunks:
+                    async for chunk in chunks:
+                        if not begun:
+                            begun, held = True, None  # decode has the KV: it was read before its first token
+                            if not first:
+                                chunk = replace(chunk, cached_tokens=record.cached_tokens)
+                        else:
+                            chunk = replace(chunk, cached_tokens=None)
+                        yield chunk
+        finally:
+            if held is not None:
+                self._release(request, held)
+
+    def _decode(
+        self,
+        request: TokenRequest,
+        engine: EngineView,
+        params: Mapping[str, Any] | None,
+        after: tuple[int, ...] = (),
+    ) -> AsyncGenerator[TokenChunk, None]:
+        return stream(
+            self.session,
+            engine.name,
+            engine.url,
+            decode_body(request, params, after=after),
+            _headers(request, engine, "decode"),
+        )
+
+    def _release(self, request: TokenRequest, held: _Held) -> None:
+        """Lets prefill free KV that nobody will pull, in the background."""
+        assert self._connector is not None
+        params = self._connector.release_params(held.params)
+        if params is None:
+            return
+        self.releases_pending += 1
+        task = asyncio.create_task(self._release_now(request, params), name=f"release {request.request_id}")
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _release_now(self, request: TokenRequest, params: Mapping[str, Any]) -> None:
+        body = decode_body(
+            replace(request, sampling={"max_tokens": 1, "temperature": 0.0, "detokenize": False}), params
+        )
+        try:
+            async with asyncio.timeout(_RELEASE_TIMEOUT_S):
+                for engine in self._engines.ready("decode"):
+                    try:
+                        headers = _headers(request, engine, "release")
+                        async with aclosing(stream(self.session, engine.name, engine.url, body, headers)) as chunks:
+                            async for _ in chunks:
+                                pass
+                        return
+                    except LegError as error:
+                        logger.warning("releasing KV of %s: %s", request.request_id, error)
+            logger.warning("KV of %s is left to its lease: no decode engine could release it", request.request_id)
+        except TimeoutError:
+            logger.warning("KV of %s is left to its lease: releasing it took too long", request.request_id)
+        finally:
+            self.releases_pending -= 1
+
+
+def _tokens(request: TokenRequest) -> int:
+    return len(request.token_ids) + int(request.sampling.get("max_tokens") or 0)
+
+
+def _headers(request: TokenRequest, engine: EngineView, leg: str) -> dict[str, str]:
+    headers = {**request.headers, "Content-Type": "application/json", "X-Request-Id": f"{request.request_id}-{leg}"}
+    if engine.api_key:
+        headers["Authorization"] = f"Bearer {engine.api_key}"
+    return headers
+
+
+def _cached_tokens(answer: Mapping[str, Any]) -> int | None:
+    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+    cached = details.get("cached_tokens")
+    return int(cached) if cached is not None else None

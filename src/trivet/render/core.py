@@ -1,0 +1,255 @@
+"""The piece that stands where vLLM's engine core client stood.
+
+``AsyncLLM`` talks to its engine through three calls: ``add_request_async``, ``abort_requests_async`` and
+``get_output_async`` (``vllm/v1/engine/core_client.py``, class ``AsyncMPClient``). ``SplitCore`` answers them by
+running each ``EngineCoreRequest`` on a ``TokenEngine`` and giving the tokens back as ``EngineCoreOutput``, so that
+everything above (n > 1, detokenizing, stop strings, logprobs, usage, streaming, abort on disconnect) is vLLM's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+from http import HTTPStatus
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from vllm.exceptions import GracefulHTTPError
+from vllm.logger import init_logger
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.metrics.stats import PrefillStats
+from vllm.v1.outputs import LogprobsLists
+
+from trivet.render.contract import ServingError, TokenChunk, TokenEngine, TokenLogprobs, TokenRequest
+
+logger = init_logger(__name__)
+
+_FINISH = {str(reason): reason for reason in FinishReason}
+
+
+class SplitCore:
+    """Runs requests on a ``TokenEngine``; has the part of ``AsyncMPClient``'s surface that a front end uses."""
+
+    def __init__(self, engine: TokenEngine, served_name: str) -> None:
+        self._engine = engine
+        self._served_name = served_name
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._outputs: asyncio.Queue[EngineCoreOutput] = asyncio.Queue()
+        self._processor: OutputProcessor | None = None
+        # what AsyncLLM reads of an engine core client
+        self.resources = SimpleNamespace(engine_dead=False)
+        self.engine_ranks_managed = [0]
+
+    def attach(self, processor: OutputProcessor) -> None:
+        """Tells where the state of running requests is kept, so that a failed one can be told so."""
+        self._processor = processor
+
+    @property
+    def running(self) -> int:
+        """How many generations are under way."""
+        return len(self._tasks)
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """Starts a generation.
+
+        Raises:
+            GracefulHTTPError: this request cannot be served over token ids.
+        """
+        if getattr(request, "abort_immediately", False):
+            return  # asks a connector to clean up; the legs do that themselves
+        token_request = _token_request(request, self._served_name)
+        task = asyncio.create_task(self._run(request, token_request), name=f"generation {request.request_id}")
+        self._tasks[request.request_id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(request.request_id, None))
+
+    async def abort_requests_async(self, request_ids: Sequence[str]) -> None:
+        """Ends generations: the client is gone, or a stop string matched."""
+        for request_id in request_ids:
+            if task := self._tasks.get(request_id):
+                task.cancel()
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        """The next outputs; everything that is ready is taken in one go."""
+        outputs = [await self._outputs.get()]
+        while not self._outputs.empty():
+            outputs.append(self._outputs.get_nowait())
+        return EngineCoreOutputs(outputs=outputs)
+
+    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        """Text generation, and nothing that needs the model's hidden states."""
+        return ("generate",)
+
+    async def reset_mm_cache_async(self) -> None:
+        """Nothing is cached here."""
+
+    async def add_lora_async(self, _: Any) -> bool:
+        """Engines load adapters themselves; the name travels with each request."""
+        return True
+
+    def get_kv_event_sources(self) -> dict[int, Any]:
+        """None here: the engines publish KV events, not the gateway."""
+        return {}
+
+    def dp_engines_running(self) -> bool:
+        """Whether anything is under way (vLLM asks when it drains)."""
+        return bool(self._tasks)
+
+    def shutdown(self, timeout: float | None = None) -> None:  # noqa: ARG002  (vLLM names it)
+        """Ends what still runs."""
+        for task in list(self._tasks.values()):
+            task.cancel()
+
+    async def _run(self, request: EngineCoreRequest, token_request: TokenRequest) -> None:
+        request_id = request.request_id
+        wanted_logprobs = request.params.logprobs if isinstance(request.params, SamplingParams) else None
+        finished = False
+        try:
+            async with aclosing(self._engine.run(token_request)) as chunks:
+                async for chunk in chunks:
+                    finished = chunk.finish_reason is not None
+                    if finished and chunk.cached_tokens is not None:
+                        self._correct_cached_tokens(request_id, chunk.cached_tokens)
+                    self._outputs.put_nowait(_output(request_id, len(token_request.token_ids), chunk, wanted_logprobs))
+                    if finished:
+                        break
+            if not finished:
+                raise ServingError("the engine's answer ended without a finish reason", status=502)
+        except ServingError as error:
+            self._fail(request, GracefulHTTPError(error.message, HTTPStatus(error.status)))
+        except Exception as error:  # whatever went wrong, the client must not wait for ever
+            logger.exception("generation %s failed", request_id)
+            self._fail(
+                request,
+                GracefulHTTPError(f"{type(error).__name__}: {error}", HTTPStatus.INTERNAL_SERVER_ERROR),
+            )
+
+    def _correct_cached_tokens(self, request_id: str, cached_tokens: int) -> None:
+        """vLLM reads this off the first output only; an engine that streams alone tells it with the last."""
+        if self._processor is not None and (state := self._processor.request_states.get(request_id)):
+            state.num_cached_tokens = cached_tokens
+
+    def _fail(self, request: EngineCoreRequest, error: Exception) -> None:
+        """Hands an error to the generator that waits for this request, and forgets the request.
+
+        ``AsyncLLM.generate`` passes ``GracefulHTTPError`` on as it is but leaves the request registered, so it is
+        unregistered here first; that queues an abort, which the error then replaces.
+        """
+        assert self._processor is not None
+        state = self._processor.request_states.get(request.request_id)
+        if state is None or state.queue is None:
+            return  # its client is gone already
+        queue, parent = state.queue, state.parent_req
+        doomed = [request.request_id if parent is None else parent.request_id]
+        siblings = self._processor.abort_requests(doomed, internal=True)
+        queue.put(error)
+        for sibling in siblings:
+            if sibling != request.request_id and (task := self._tasks.get(sibling)):
+                task.cancel()
+
+
+def _token_request(request: EngineCoreRequest, served_name: str) -> TokenRequest:
+    params = request.sampling_params
+    if params is None or request.prompt_token_ids is None or request.prompt_embeds is not None:
+        raise GracefulHTTPError("prompt embeddings are not served split", HTTPStatus.NOT_IMPLEMENTED)
+    if request.mm_features:
+        raise GracefulHTTPError("multimodal prompts are not served split", HTTPStatus.NOT_IMPLEMENTED)
+    if params.prompt_logprobs is not None or getattr(params, "prompt_logprob_token_ids", None) is not None:
+        raise GracefulHTTPError(
+            "prompt_logprobs (and echo with logprobs) are not served by this gateway",
+            HTTPStatus.NOT_IMPLEMENTED,
+        )
+    headers: dict[str, str] = dict(request.trace_headers or {})
+    if request.data_parallel_rank is not None:
+        headers["X-data-parallel-rank"] = str(request.data_parallel_rank)
+    if session := getattr(request, "session_id", None):
+        headers["X-Session-ID"] = session
+    return TokenRequest(
+        request_id=request.request_id,
+        token_ids=request.prompt_token_ids,
+        sampling=_wire_sampling(params),
+        model=request.lora_request.lora_name if request.lora_request else served_name,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        reasoning_ended=request.reasoning_ended,
+        reasoning_parser_kwargs=getattr(request, "reasoning_parser_kwargs", None),
+        headers=headers,
+    )
+
+
+_OF_THE_TEXT = (
+    "stop",
+    "include_stop_str_in_output",
+    "output_text_buffer_length",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "output_kind",
+    "stream_interval",
+    "skip_clone",
+    "flat_logprobs",
+)
+"""Fields of ``SamplingParams`` that say how text is made of tokens or how vLLM's own process is run."""
+
+
+def _wire_sampling(params: SamplingParams) -> dict[str, Any]:
+    """``SamplingParams`` as ``/inference/v1/generate`` takes them, for tokens only."""
+    wire: dict[str, Any] = SamplingParams._serialize_msgspec(params)
+    for name in _OF_THE_TEXT:
+        wire.pop(name, None)
+    extra: dict[str, Any] = dict(wire.pop("extra_args", None) or {})
+    # KV parameters are between the gateway and its engines; a client's are ignored, as by an engine with no connector.
+    extra.pop("kv_transfer_params", None)
+    extra.pop("ec_transfer_params", None)
+    if extra:
+        wire["extra_args"] = extra
+    wire["detokenize"] = False
+    # Absent means "up to the context length" to vLLM's server, and 16 is the default that is left out.
+    wire["max_tokens"] = params.max_tokens
+    if params.logprobs is not None and params.logprobs >= 0:
+        # The wire carries as many candidates as were asked for, the sampled token among them even when it is none
+        # of the best; one more keeps the last of the best (``ServingTokens._create_tokens_logprobs``).
+        wire["logprobs"] = params.logprobs + 1
+    return wire
+
+
+def _output(request_id: str, prompt_tokens: int, chunk: TokenChunk, wanted_logprobs: int | None) -> EngineCoreOutput:
+    stats = None
+    if chunk.cached_tokens is not None:
+        stats = PrefillStats(
+            num_prompt_tokens=prompt_tokens,
+            num_computed_tokens=prompt_tokens - chunk.cached_tokens,
+            num_cached_tokens=chunk.cached_tokens,
+            num_local_cached_tokens=chunk.cached_tokens,
+        )
+    return EngineCoreOutput(
+        request_id=request_id,
+        new_token_ids=list(chunk.token_ids),
+        new_logprobs=_logprobs_lists(chunk.logprobs, wanted_logprobs) if chunk.logprobs else None,
+        finish_reason=_FINISH.get(chunk.finish_reason, FinishReason.ERROR) if chunk.finish_reason else None,
+        stop_reason=chunk.stop_reason,
+        prefill_stats=stats,
+    )
+
+
+def _logprobs_lists(positions: Sequence[TokenLogprobs], wanted: int | None) -> LogprobsLists:
+    """Rows of ``[sampled, best 1, ... best k]``, as vLLM's sampler makes them.
+
+    The wire leaves the sampled token out of the best when it is one of them; here it is put back at its rank.
+    """
+    count = wanted if wanted is not None and wanted >= 0 else max(len(one.token_ids) for one in positions)
+    ids = np.zeros((len(positions), count + 1), dtype=np.int64)
+    values = np.full((len(positions), count + 1), -np.inf, dtype=np.float64)
+    for row, one in enumerate(positions):
+        best = list(zip(one.token_ids[1:], one.logprobs[1:], strict=True))
+        if 0 < one.sampled_rank <= len(best) + 1:
+            best.insert(one.sampled_rank - 1, (one.token_ids[0], one.logprobs[0]))
+        entries = [(one.token_ids[0], one.logprobs[0]), *best][: count + 1]
+        while len(entries) < count + 1:  # a vocabulary smaller than the candidates asked for
+            entries.append(entries[0])
+        ids[row] = [token for token, _ in entries]
+        values[row] = [value for _, value in entries]
+    ranks = np.array([one.sampled_rank for one in positions], dtype=np.int64)
+    return LogprobsLists(ids, values, ranks, None)

@@ -1,0 +1,156 @@
+"""vLLM's API server as the CPU side of a split service: an ASGI application over a ``TokenEngine``."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from argparse import Namespace
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import vllm.v1.engine.async_llm as async_llm
+from starlette.types import ASGIApp
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.executor import Executor
+
+from trivet.errors import TrivetError
+from trivet.render.contract import TokenEngine
+from trivet.render.core import SplitCore
+
+
+@dataclass(frozen=True, slots=True)
+class Frontend:
+    """What a gateway worker runs: the application and the core under it."""
+
+    app: ASGIApp
+    core: SplitCore
+    served_names: Sequence[str]
+    max_model_len: int
+    """Longest prompt plus answer, in tokens."""
+
+
+def parse_flags(flags: Sequence[str]) -> Namespace:
+    """vLLM's ``serve`` flags, parsed by vLLM.
+
+    Raises:
+        TrivetError: vLLM refuses them; its own words are in the message.
+    """
+    parser = make_arg_parser(FlexibleArgumentParser(exit_on_error=False))
+    captured: list[str] = []
+
+    def refuse(message: str) -> None:
+        captured.append(message)
+        raise SystemExit(2)
+
+    parser.error = refuse
+    try:
+        args = parser.parse_args(list(flags))
+        if getattr(args, "model_tag", None):
+            args.model = args.model_tag
+        validate_parsed_serve_args(args)
+    except SystemExit as stop:
+        raise TrivetError(
+            f"vLLM refuses the render flags: {captured[0] if captured else stop}",
+            mend="look at `flags` in the topology; `vllm serve --help` lists them",
+        ) from None
+    except Exception as error:  # argparse and vLLM's checks raise several kinds
+        raise TrivetError(f"vLLM refuses the render flags: {error}", mend="look at `flags` in the topology") from error
+    assert isinstance(args, Namespace)
+    return args
+
+
+@contextlib.asynccontextmanager
+async def open_frontend(flags: Sequence[str], engine: TokenEngine) -> AsyncIterator[Frontend]:
+    """Builds vLLM's API server over ``engine``.
+
+    Args:
+        flags: what one would give ``vllm serve``, the model first.
+        engine: what generates.
+
+    Raises:
+        TrivetError: bad flags, or a model whose config or tokenizer cannot be read.
+    """
+    args = parse_flags(flags)
+    if args.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if args.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
+    try:
+        config = _config(args)
+    except Exception as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise TrivetError(
+            f"the render tier cannot read the model {args.model!r}: {first_line}",
+            mend="give a Hugging Face folder (config.json, tokenizer) or a hub name that this machine can reach",
+        ) from error
+    served = list(args.served_model_name or [args.model])
+    core = SplitCore(engine, served[0])
+    llm = _front_end_llm(config, core)
+    try:
+        tasks = await llm.get_supported_tasks()
+        app = build_app(args, tasks, config.model_config)
+        await init_app_state(llm, app.state, args, tasks)
+        yield Frontend(app, core, served, config.model_config.max_model_len)
+    finally:
+        llm.shutdown()
+
+
+def _config(args: Namespace) -> VllmConfig:
+    """A config for a process that renders and never computes: vLLM's own recipe for ``vllm launch render``."""
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    model_config = engine_args.create_model_config()
+    model_config.quantization = None  # no kernels here, so none to check
+    structured = getattr(engine_args, "create_structured_outputs_config", None)
+    more: dict[str, Any] = {"structured_outputs_config": structured()} if structured else {}
+    if not structured:
+        more["structured_outputs_config"] = engine_args.structured_outputs_config
+    logging_config = getattr(engine_args, "create_logging_config", None)
+    if logging_config and "logging_config" in inspect.signature(VllmConfig).parameters:
+        more["logging_config"] = logging_config()
+    return VllmConfig(model_config=model_config, **more)
+
+
+def _front_end_llm(config: VllmConfig, core: SplitCore) -> async_llm.AsyncLLM:
+    """vLLM's ``AsyncLLM`` over ``core``.
+
+    ``AsyncLLM.__init__`` makes its engine core client itself and takes none from outside. For the length of that
+    call the factory it uses gives ours.
+    """
+    with _core_client(core):
+        llm = async_llm.AsyncLLM(
+            vllm_config=config,
+            executor_class=Executor,  # never made: there is no engine core in this process
+            log_stats=False,
+            log_requests=False,
+        )
+    if llm.engine_core is not core:
+        llm.shutdown()
+        raise TrivetError(
+            "this vLLM builds its engine client in a way that Trivet does not know",
+            mend="use a vLLM that this Trivet was tested with (see README)",
+        )
+    core.attach(llm.output_processor)
+    return llm
+
+
+@contextlib.contextmanager
+def _core_client(core: SplitCore) -> Iterator[None]:
+    class Ours:
+        @staticmethod
+        def make_async_mp_client(*_: object, **__: object) -> SplitCore:
+            return core
+
+    theirs = async_llm.EngineCoreClient
+    async_llm.EngineCoreClient = Ours
+    try:
+        yield
+    finally:
+        async_llm.EngineCoreClient = theirs

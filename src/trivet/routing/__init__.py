@@ -1,0 +1,1 @@
+"""Which engines serve a request, and whether it is split."""

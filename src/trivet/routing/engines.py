@@ -1,0 +1,75 @@
+"""Engines as a gateway worker sees them, and the worker's own count of what it has given each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """What is known of one engine; replaced as a whole when the fleet says something new."""
+
+    name: str
+    tier: str
+    """``prefill``, ``decode`` or ``mixed``."""
+    url: str
+    ready: bool
+    generation: int = 0
+    """Raised each time the engine is started anew."""
+    api_key: str | None = field(default=None, repr=False)
+    """Sent to engines that want one."""
+
+    @classmethod
+    def parse(cls, value: Mapping[str, Any]) -> EngineView:
+        """From the fleet's JSON; unknown keys are ignored."""
+        return cls(
+            name=value["name"],
+            tier=value["tier"],
+            url=value["url"],
+            ready=bool(value["ready"]),
+            generation=int(value.get("generation", 0)),
+            api_key=value.get("api_key"),
+        )
+
+
+class Engines:
+    """The engines that can be chosen, with outstanding tokens for each.
+
+    A leg is charged while it runs, inside ``charge``; leaving that block, however it is left, takes the charge off.
+    """
+
+    def __init__(self) -> None:
+        self._views: dict[str, EngineView] = {}
+        self._outstanding_tokens: dict[str, int] = {}
+
+    def update(self, views: Iterable[EngineView]) -> None:
+        """Takes the fleet's newest word."""
+        self._views = {view.name: view for view in views}
+
+    def ready(self, tier: str) -> list[EngineView]:
+        """The engines of a tier that can serve."""
+        return [view for view in self._views.values() if view.ready and view.tier == tier]
+
+    def all(self) -> list[EngineView]:
+        """Every engine."""
+        return list(self._views.values())
+
+    def outstanding_tokens(self, name: str) -> int:
+        """Tokens of legs that this worker has running on an engine."""
+        return self._outstanding_tokens.get(name, 0)
+
+    @contextlib.contextmanager
+    def charge(self, view: EngineView, tokens: int) -> Iterator[None]:
+        """Counts a leg's tokens against an engine while the block runs."""
+        self._outstanding_tokens[view.name] = self._outstanding_tokens.get(view.name, 0) + tokens
+        try:
+            yield
+        finally:
+            left = self._outstanding_tokens[view.name] - tokens
+            if left:
+                self._outstanding_tokens[view.name] = left
+            else:
+                del self._outstanding_tokens[view.name]

@@ -1,0 +1,1 @@
+"""What clients of the gateway see besides vLLM's own endpoints. Knows nothing of connectors."""

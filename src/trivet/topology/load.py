@@ -1,0 +1,160 @@
+"""From YAML to a ``Topology``; whatever is wrong is said with the line it stands on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from trivet.errors import TopologyError
+from trivet.topology.model import TIERS, Topology
+
+Location = Sequence[str | int]
+
+
+def load_topology(path: Path) -> Topology:
+    """Reads a topology file.
+
+    Raises:
+        TopologyError: it cannot be read, is not YAML, or asks for what cannot be.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise TopologyError(f"{path}: no such file", mend="`trivet topology init` writes one") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise TopologyError(f"{path}: cannot be read: {error}") from error
+    return parse_topology(text, str(path))
+
+
+def parse_topology(text: str, source: str = "topology") -> Topology:
+    """Parses a topology; ``source`` stands before the line number in errors.
+
+    Raises:
+        TopologyError: see ``load_topology``.
+    """
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{source}:{mark.line + 1}" if mark else source
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise TopologyError(f"{where}: not valid YAML: {problem}") from None
+    if value is None:
+        raise TopologyError(f"{source}: the file is empty", mend="`trivet topology init` writes one")
+    if not isinstance(value, dict):
+        raise TopologyError(f"{source}:1: a topology is a mapping (model, kv, tiers, gateway)")
+    _refuse_repeated_keys(root, source)
+    try:
+        topology = Topology.model_validate(value)
+    except ValidationError as error:
+        raise TopologyError(*_first_problem(error, root, source)) from None
+    topology._locate = lambda location: f"{source}:{line_of(root, location)}"
+    _check_tiers(topology)
+    return topology
+
+
+def line_of(root: yaml.Node | None, location: Location) -> int | None:
+    """The line (from 1) on which a field stands, or the nearest thing around it that is in the file."""
+    node, line = root, None if root is None else root.start_mark.line + 1
+    for step in location:
+        if isinstance(node, yaml.MappingNode):
+            for key, child in node.value:
+                if key.value == str(step):
+                    node, line = child, key.start_mark.line + 1
+                    break
+            else:
+                return line
+        elif isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
+            node = node.value[step]
+            line = node.start_mark.line + 1
+        else:
+            return line
+    return line
+
+
+def _first_problem(error: ValidationError, root: yaml.Node | None, source: str) -> tuple[str]:
+    """One line for the first thing that pydantic found, counting the others."""
+    problems = error.errors(include_url=False)
+    first = problems[0]
+    location = [step for step in first["loc"] if isinstance(step, int) or not step.startswith("function-")]
+    field = ".".join(str(step) for step in location) or "topology"
+    kind, message = first["type"], first["msg"]
+    if kind == "extra_forbidden":
+        known = ", ".join(_siblings(location[:-1]))
+        message = f"no such field{f' (there are: {known})' if known else ''}"
+    elif kind == "missing":
+        message = "this is needed"
+    else:
+        message = message.removeprefix("Value error, ")
+        if not kind.startswith("value_error") and not isinstance(first["input"], dict | list):
+            message = f"{message[0].lower()}{message[1:]} (got {first['input']!r})"
+    line = line_of(root, location)
+    rest = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
+    return (f"{source}:{line}: {field}: {message}{rest}",)
+
+
+def _siblings(location: Location) -> list[str]:
+    """The fields that exist at a place of the model."""
+    model: Any = Topology
+    for step in location:
+        if isinstance(step, int):
+            continue
+        annotation = model.model_fields[step].annotation if hasattr(model, "model_fields") else None
+        model = _inner_model(annotation)
+        if model is None:
+            return []
+    return sorted(model.model_fields)
+
+
+def _inner_model(annotation: Any) -> Any:
+    if hasattr(annotation, "model_fields"):
+        return annotation
+    for part in getattr(annotation, "__args__", ()):
+        if (found := _inner_model(part)) is not None:
+            return found
+    return None
+
+
+def _refuse_repeated_keys(node: yaml.Node | None, source: str) -> None:
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, child in node.value:
+            if key.value in seen:
+                line = key.start_mark.line + 1
+                raise TopologyError(f"{source}:{line}: {key.value!r} is given twice", mend="YAML would keep the last")
+            seen.add(key.value)
+            _refuse_repeated_keys(child, source)
+    elif isinstance(node, yaml.SequenceNode):
+        for child in node.value:
+            _refuse_repeated_keys(child, source)
+
+
+def _check_tiers(topology: Topology) -> None:
+    """What the fields cannot say one by one: which tiers belong together."""
+    counts = {name: len(tier.listed()) if (tier := topology.tier(name)) else 0 for name in TIERS}
+    if not any(counts.values()):
+        raise TopologyError(f"{topology.where('tiers')}: tiers: no engine", mend="add prefill and decode, or mixed")
+    if counts["prefill"] and not counts["decode"]:
+        raise TopologyError(
+            f"{topology.where('tiers', 'prefill')}: tiers.prefill: prefill without decode has nobody to hand KV to",
+            mend="add tiers.decode, or make it tiers.mixed",
+        )
+    if counts["decode"] and not counts["prefill"]:
+        raise TopologyError(
+            f"{topology.where('tiers', 'decode')}: tiers.decode: decode without prefill would do both",
+            mend="add tiers.prefill, or make it tiers.mixed",
+        )
+    names: set[str] = set()
+    for tier_name in TIERS:
+        tier = topology.tier(tier_name)
+        for number, engine in enumerate(tier.listed() if tier else ()):
+            name = engine.name or f"{tier_name}-{number}"
+            if name in names:
+                where = topology.where("tiers", tier_name, "engines", number)
+                raise TopologyError(f"{where}: two engines are named {name!r}")
+            names.add(name)

@@ -1,0 +1,301 @@
+"""The topology file as pydantic models. Every default has its reason in its description."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+
+from trivet.connectors import CONNECTORS
+
+TIERS = ("prefill", "decode", "mixed")
+"""The tiers that run engines."""
+
+Device = Literal["cpu", "cuda"]
+
+OWN_FLAGS: Mapping[str, str] = {
+    "model": "model.name",
+    "tokenizer": "model.tokenizer",
+    "served-model-name": "model.served_names",
+    "host": "bind",
+    "port": "port",
+    "kv-transfer-config": "kv",
+    "tensor-parallel-size": "tensor_parallel",
+    "api-key": "gateway.api_keys (engines: api_key)",
+}
+"""vLLM flags that Trivet sets itself, and the topology field that says what they get."""
+
+_SHORT_FLAGS = {"-tp": "tensor-parallel-size"}
+
+
+def flag_list(value: object) -> list[str]:
+    """vLLM flags as a command line takes them.
+
+    A list is taken as it is. A mapping is written out: ``{enforce-eager: true, block-size: 64}`` becomes
+    ``--enforce-eager --block-size 64``; false becomes ``--no-NAME``, null leaves it out, a list repeats the values
+    behind one name, and an object becomes JSON.
+    """
+    if value is None:
+        return []
+    if isinstance(value, str):
+        raise ValueError("flags are a list (['--enforce-eager', '--block-size', '64']) or a mapping, not one string")
+    if isinstance(value, Mapping):
+        flags: list[str] = []
+        for raw_name, setting in value.items():
+            name = "--" + str(raw_name).removeprefix("--").replace("_", "-")
+            if setting is None:
+                continue
+            if setting is True:
+                flags.append(name)
+            elif setting is False:
+                flags.append(f"--no-{name.removeprefix('--')}")
+            elif isinstance(setting, Mapping):
+                flags += [name, json.dumps(setting)]
+            elif isinstance(setting, Sequence) and not isinstance(setting, str):
+                flags += [name, *(str(one) for one in setting)]
+            else:
+                flags += [name, str(setting)]
+        return flags
+    if isinstance(value, Sequence):
+        return [str(one) for one in value]
+    raise ValueError("flags are a list or a mapping")
+
+
+def flag_names(flags: Sequence[str]) -> list[str]:
+    """The names in a list of flags, without dashes and ``=value``, in vLLM's spelling (dashes)."""
+    names = []
+    for flag in flags:
+        short = flag.split("=", 1)[0]
+        if short in _SHORT_FLAGS:
+            names.append(_SHORT_FLAGS[short])
+        elif flag.startswith("--"):
+            names.append(short[2:].replace("_", "-"))
+    return names
+
+
+def flag_value(flags: Sequence[str], name: str) -> str | None:
+    """The value of a flag, the last one if it is given twice; None if it is absent."""
+    found = None
+    for position, flag in enumerate(flags):
+        head, equals, tail = flag.partition("=")
+        if not head.startswith("--") or head[2:].replace("_", "-") != name:
+            continue
+        if equals:
+            found = tail
+        elif position + 1 < len(flags):
+            found = flags[position + 1]
+    return found
+
+
+def _check_flags(flags: list[str]) -> list[str]:
+    for name in flag_names(flags):
+        if name in OWN_FLAGS:
+            raise ValueError(f"--{name} is set by Trivet: use {OWN_FLAGS[name]} instead")
+    return flags
+
+
+Flags = Annotated[list[str], BeforeValidator(flag_list)]
+Environment = dict[str, str]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class Model(_Strict):
+    """The model that every engine serves."""
+
+    name: str = Field("demo", description="a Hugging Face folder, a hub name, or `demo` (SmolLM2-135M-Instruct)")
+    tokenizer: str | None = Field(None, description="another tokenizer than the model's own")
+    served_names: list[str] = Field(
+        default_factory=list, description="names that clients may ask for; the first is answered"
+    )
+    dtype: str | None = Field(
+        None, description="CPU engines: float32, as bfloat16 prefills four times slower without AMX; else vLLM's auto"
+    )
+    max_length: int | None = Field(None, gt=1, description="longest prompt plus answer in tokens; else the model's own")
+
+    @field_validator("served_names", mode="before")
+    @classmethod
+    def _one_or_more(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
+
+
+class Kv(_Strict):
+    """How KV moves from prefill to decode."""
+
+    connector: str = Field("NixlConnector", description="needs no service, runs on CPU and GPU engines")
+    options: dict[str, Any] = Field(default_factory=dict, description="its kv_connector_extra_config")
+
+    @field_validator("connector")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in CONNECTORS:
+            raise ValueError(f"unknown connector {value!r}; Trivet speaks {', '.join(sorted(CONNECTORS))}")
+        return value
+
+
+class _EngineFields(_Strict):
+    device: Device | None = None
+    gpus: list[Annotated[int, Field(ge=0)]] | None = None
+    tensor_parallel: int | None = Field(None, ge=1)
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    cpu_kv_gib: int | None = Field(None, ge=1)
+    cores: list[Annotated[int, Field(ge=0)]] | None = None
+    flags: Flags = Field(default_factory=list)
+    env: Environment = Field(default_factory=dict)
+
+    @field_validator("flags")
+    @classmethod
+    def _not_ours(cls, value: list[str]) -> list[str]:
+        return _check_flags(value)
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _strings(cls, value: object) -> object:
+        if isinstance(value, Mapping):
+            return {str(key): _env_text(one) for key, one in value.items()}
+        return value
+
+    @field_validator("gpus")
+    @classmethod
+    def _distinct(cls, value: list[int] | None) -> list[int] | None:
+        if value is not None and len(set(value)) != len(value):
+            raise ValueError("the same GPU is named twice")
+        return value
+
+
+def _env_text(value: object) -> str:
+    if isinstance(value, bool):
+        return "1" if value else "0"
+    return str(value)
+
+
+class Engine(_EngineFields):
+    """One engine of a tier; what it leaves out comes from its tier."""
+
+    name: str | None = Field(None, pattern=r"^[a-zA-Z0-9][a-zA-Z0-9_.-]*$")
+    url: str | None = Field(None, description="an engine that someone else started; nothing else is needed then")
+    api_key: str | None = Field(None, description="what that engine wants as a bearer token")
+    host: str = Field("local", description="where it runs; anything but `local` is started there: trivet engine NAME")
+    bind: str | None = Field(None, description="address it listens on: 127.0.0.1, or 0.0.0.0 on another host")
+    advertise: str | None = Field(None, description="how the others reach it: the bind address, or the host's name")
+    port: int | None = Field(None, ge=1, le=65535, description="HTTP; a free one unless given")
+    kv_port: int | None = Field(
+        None, ge=1, le=65535, description="the connector's side channel; a free one unless given"
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _http(cls, value: str | None) -> str | None:
+        if value is not None and not re.match(r"^https?://[^/\s]+", value):
+            raise ValueError("an engine's url looks like http://host:port")
+        return value.rstrip("/") if value else value
+
+    @model_validator(mode="after")
+    def _whole(self) -> Engine:
+        if self.url is not None:
+            extra = sorted(self.model_fields_set - {"url", "name", "api_key", "device"})
+            if extra:
+                raise ValueError(f"an engine with url is not started by Trivet, so {', '.join(extra)} means nothing")
+        elif self.host != "local" and self.port is None:
+            raise ValueError("an engine on another host needs a port, so that the gateway knows where it is")
+        return self
+
+
+class Tier(_EngineFields):
+    """Engines that do the same work."""
+
+    replicas: int | None = Field(None, ge=0)
+    engines: list[Engine] | None = None
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Tier:
+        if self.replicas is not None and self.engines is not None:
+            raise ValueError("give replicas or a list of engines, not both")
+        return self
+
+    def listed(self) -> list[Engine]:
+        """Its engines as a list; ``replicas`` (1 unless given) become as many without settings of their own."""
+        if self.engines is not None:
+            return list(self.engines)
+        return [Engine() for _ in range(1 if self.replicas is None else self.replicas)]
+
+
+class RenderTier(_Strict):
+    """The CPU tier. It runs inside the gateway's workers."""
+
+    flags: Flags = Field(
+        default_factory=list,
+        description="vLLM front-end flags: --chat-template, --tool-call-parser, --enable-auto-tool-choice ...",
+    )
+
+    @field_validator("flags")
+    @classmethod
+    def _not_ours(cls, value: list[str]) -> list[str]:
+        return _check_flags(value)
+
+
+class Tiers(_Strict):
+    """What exists. Prefill and decode come together; mixed engines do both and take what is not split."""
+
+    render: RenderTier = Field(default_factory=RenderTier)
+    prefill: Tier | None = None
+    decode: Tier | None = None
+    mixed: Tier | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_is_default(cls, value: object) -> object:
+        """``decode:`` with nothing behind it is a tier with defaults, not an absent one."""
+        if isinstance(value, Mapping):
+            return {name: {} if tier is None else tier for name, tier in value.items()}
+        return value
+
+
+class Gateway(_Strict):
+    """Where clients come in."""
+
+    host: str = Field("127.0.0.1", description="this machine only, unless told otherwise")
+    port: int = Field(8000, ge=0, le=65535, description="0: a free one")
+    workers: int = Field(1, ge=1, le=64, description="processes; one renders about 30 long chats a second")
+    api_keys: list[str] = Field(default_factory=list, description="clients must send one of them, if there are any")
+    drain_s: float = Field(30.0, ge=0, description="how long running requests may take after a stop")
+
+
+class Topology(_Strict):
+    """The whole file."""
+
+    model: Model = Field(default_factory=Model)
+    kv: Kv = Field(default_factory=Kv)
+    flags: Flags = Field(default_factory=list, description="vLLM flags for every engine and for rendering")
+    env: Environment = Field(default_factory=dict, description="environment of every engine")
+    tiers: Tiers
+    gateway: Gateway = Field(default_factory=Gateway)
+
+    @field_validator("flags")
+    @classmethod
+    def _not_ours(cls, value: list[str]) -> list[str]:
+        return _check_flags(value)
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _strings(cls, value: object) -> object:
+        if isinstance(value, Mapping):
+            return {str(key): _env_text(one) for key, one in value.items()}
+        return value
+
+    _locate: Callable[[Sequence[str | int]], str] | None = PrivateAttr(default=None)
+
+    def where(self, *location: str | int) -> str:
+        """``file:line`` of a field, for messages."""
+        return self._locate(location) if self._locate else "topology"
+
+    def tier(self, name: str) -> Tier | None:
+        """The tier of that name, or None if the file has none."""
+        tier = getattr(self.tiers, name)
+        assert tier is None or isinstance(tier, Tier)
+        return tier

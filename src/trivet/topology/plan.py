@@ -1,0 +1,548 @@
+"""A topology resolved on a machine: every engine with its address, its cores or GPUs and its exact command."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trivet.connectors import CONNECTORS, Connector, Side
+from trivet.errors import MissingPackageError, TopologyError
+from trivet.topology.machine import OLDEST_VLLM, Machine, is_too_old
+from trivet.topology.model import TIERS, Engine, Tier, Topology, flag_names, flag_value
+from trivet.topology.ports import PortBook
+
+GPU_MEMORY_LIMIT = 0.95
+"""Most of a GPU's memory that its engines may claim together: the CUDA contexts need the rest."""
+
+_FIRST_HTTP_PORT = 8100
+_FIRST_KV_PORT = 5600
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A flag or a variable that Trivet sets, and why."""
+
+    name: str
+    value: str | None
+    reason: str
+
+    def flag(self) -> list[str]:
+        """As arguments of a command line."""
+        return [f"--{self.name}"] if self.value is None else [f"--{self.name}", self.value]
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """One engine, resolved."""
+
+    name: str
+    tier: str
+    url: str
+    device: str
+    started_by: str
+    """``trivet`` (here), ``another host`` (``trivet engine NAME`` there) or ``someone else`` (``url:``)."""
+    host: str = "local"
+    model: str = ""
+    port: int = 0
+    kv_port: int | None = None
+    gpus: tuple[int, ...] = ()
+    cores: tuple[int, ...] = ()
+    settings: tuple[Setting, ...] = ()
+    own_flags: tuple[str, ...] = ()
+    """The topology's flags for it, in order."""
+    env: tuple[Setting, ...] = ()
+    api_key: str | None = None
+
+    def arguments(self) -> list[str]:
+        """What stands behind ``vllm``."""
+        ours = [argument for setting in self.settings for argument in setting.flag()]
+        return ["serve", self.model, *ours, *self.own_flags]
+
+    def command(self) -> list[str]:
+        """The command Trivet runs."""
+        return [sys.executable, "-m", "trivet.fleet.vllm", *self.arguments()]
+
+    def environment(self) -> dict[str, str]:
+        """What Trivet adds to the environment."""
+        return {one.name: one.value or "" for one in self.env}
+
+    def shell_line(self) -> str:
+        """The command as a person can run it by hand."""
+        env = [f"{name}={shlex.quote(value)}" for name, value in self.environment().items()]
+        return " ".join([*env, shlex.join(self.command())])
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A whole topology, resolved."""
+
+    topology: Topology
+    model: str
+    served_names: tuple[str, ...]
+    connector: Connector | None
+    engines: tuple[EnginePlan, ...]
+    render_flags: tuple[str, ...]
+    """vLLM flags of the render tier, the model first."""
+    notes: tuple[str, ...] = ()
+    """What a person should know before starting it."""
+
+    def engine(self, name: str) -> EnginePlan:
+        """The engine of that name.
+
+        Raises:
+            TopologyError: there is none.
+        """
+        for one in self.engines:
+            if one.name == name:
+                return one
+        known = ", ".join(one.name for one in self.engines)
+        raise TopologyError(f"the topology has no engine {name!r}", mend=f"one of: {known}")
+
+
+def make_plan(
+    topology: Topology,
+    ports: PortBook,
+    *,
+    model: str,
+    machine: Machine | None = None,
+    at: str = "local",
+) -> Plan:
+    """Resolves a topology.
+
+    Args:
+        ports: where free ports come from.
+        model: the model's folder or hub name (``demo`` already replaced by its folder).
+        machine: what runs the engines with ``host: AT``; this machine unless given.
+        at: the host whose engines are started from here.
+
+    Raises:
+        TopologyError: it asks for what cannot be on this machine.
+        MissingPackageError: vLLM or what the connector needs is missing or too old.
+        PortInUseError: a port it names is taken.
+    """
+    machine = machine or Machine.here()
+    return _Planner(topology, ports, model, machine, at).plan()
+
+
+class _Planner:
+    def __init__(self, topology: Topology, ports: PortBook, model: str, machine: Machine, at: str) -> None:
+        self._topology = topology
+        self._ports = ports
+        self._model = model
+        self._machine = machine
+        self._at = at
+        self._notes: list[str] = []
+        self._split = topology.tiers.prefill is not None
+        self._connector = CONNECTORS[topology.kv.connector] if self._split else None
+        self._served = tuple(topology.model.served_names) or (_default_served_name(topology.model.name),)
+
+    def plan(self) -> Plan:
+        merged = list(self._merged())
+        cores = self._share_cores(merged)
+        gpus = self._share_gpus(merged)
+        memory = self._share_gpu_memory(merged, gpus)
+        engines = []
+        for entry in merged:
+            name = entry.name
+            if entry.engine.url:
+                engines.append(
+                    EnginePlan(
+                        name, entry.tier, entry.engine.url, entry.device, "someone else", api_key=entry.engine.api_key
+                    )
+                )
+            else:
+                engines.append(self._started(entry, cores.get(name, ()), gpus.get(name, ()), memory.get(name)))
+        if any(one.started_by == "trivet" for one in engines):
+            self._check_packages({one.device for one in engines if one.started_by == "trivet"})
+        return Plan(
+            topology=self._topology,
+            model=self._model,
+            served_names=self._served,
+            connector=self._connector,
+            engines=tuple(engines),
+            render_flags=tuple(self._render_flags()),
+            notes=tuple(self._notes),
+        )
+
+    def _merged(self) -> Iterator[_Entry]:
+        for tier_name in TIERS:
+            tier = self._topology.tier(tier_name)
+            if tier is None:
+                continue
+            for number, engine in enumerate(tier.listed()):
+                entry = _Entry(tier_name, number, tier, engine, engine.device or tier.device or self._machine.device)
+                if tier_name != "mixed" and self._connector and entry.device not in self._connector.devices:
+                    raise TopologyError(
+                        f"{entry.where(self._topology)}: {entry.name}: {self._connector.name} cannot run on "
+                        f"{entry.device}",
+                        mend=f"it runs on {', '.join(sorted(self._connector.devices))}",
+                    )
+                if entry.device == "cpu" and entry.gpus:
+                    raise TopologyError(f"{entry.where(self._topology)}: {entry.name}: a CPU engine has no gpus")
+                if entry.gpus and len(entry.gpus) != entry.tensor_parallel:
+                    raise TopologyError(
+                        f"{entry.where(self._topology)}: {entry.name}: {len(entry.gpus)} GPU(s) for tensor_parallel "
+                        f"{entry.tensor_parallel}",
+                        mend="name as many GPUs as tensor_parallel says",
+                    )
+                yield entry
+
+    def _started(
+        self, entry: _Entry, cores: tuple[int, ...], gpus: tuple[int, ...], memory: float | None
+    ) -> EnginePlan:
+        engine, here = entry.engine, entry.engine.host == self._at
+        bind = engine.bind or ("127.0.0.1" if engine.host == "local" else "0.0.0.0")
+        advertise = engine.advertise or _advertised(bind, engine.host)
+        wanted_by = f"engine {entry.name}"
+        if not here:
+            port = engine.port or 0
+        elif engine.port:
+            port = self._ports.fixed(engine.port, bind, wanted_by)
+        else:
+            port = self._ports.free(_FIRST_HTTP_PORT, bind)
+        own_flags = (*self._topology.flags, *entry.tier_model.flags, *engine.flags)
+        kv_port = None
+        settings = {setting.name: setting for setting in self._common_settings(entry, bind, port, memory)}
+        env = self._common_env(entry, cores, gpus, own_flags)
+        if self._connector and entry.tier != "mixed":
+            ranks = int(flag_value(own_flags, "data-parallel-size") or flag_value(own_flags, "dp") or 1)
+            count = self._connector.ports(ranks)
+            if count and not here:
+                kv_port = engine.kv_port
+            elif count:
+                kv_port = (
+                    self._ports.fixed(engine.kv_port, bind, f"{wanted_by} (KV)")
+                    if engine.kv_port
+                    else self._ports.free(_FIRST_KV_PORT, bind, count)
+                )
+            kv = self._connector.engine_settings(
+                Side(entry.tier), device=entry.device, host=advertise, port=kv_port, options=self._topology.kv.options
+            )
+            settings["kv-transfer-config"] = Setting(
+                "kv-transfer-config", _json(kv.kv_transfer_config), f"the {entry.tier} end of {self._connector.name}"
+            )
+            for name, (value, reason) in kv.flags.items():
+                settings[name] = Setting(name, value, reason)
+            for name, (value, reason) in kv.env.items():
+                env[name] = Setting(name, value, reason)
+        given = set(flag_names(own_flags))
+        given |= {name.removeprefix("no-") for name in given}
+        for source in (self._topology.env, entry.tier_model.env, engine.env):
+            for name, value in source.items():
+                env[name] = Setting(name, value, "the topology says so")
+        return EnginePlan(
+            name=entry.name,
+            tier=entry.tier,
+            url=f"http://{_in_url(advertise)}:{port}",
+            device=entry.device,
+            started_by="trivet" if here else "another host",
+            host=engine.host,
+            model=self._model,
+            port=port,
+            kv_port=kv_port,
+            gpus=gpus,
+            cores=cores,
+            settings=tuple(setting for name, setting in settings.items() if name not in given),
+            own_flags=own_flags,
+            env=tuple(env.values()),
+        )
+
+    def _common_settings(self, entry: _Entry, bind: str, port: int, memory: float | None) -> Iterator[Setting]:
+        model = self._topology.model
+        yield Setting("served-model-name", self._served[0], "the name under which the gateway asks for it")
+        if model.tokenizer:
+            yield Setting("tokenizer", model.tokenizer, "the topology says so")
+        yield Setting("host", bind, "reachable from here only" if bind == "127.0.0.1" else "reachable from other hosts")
+        yield Setting("port", str(port), "from the topology" if entry.engine.port else "a free one")
+        if dtype := model.dtype or ("float32" if entry.device == "cpu" else None):
+            reason = "the topology says so" if model.dtype else "bfloat16 prefills four times slower without AMX"
+            yield Setting("dtype", dtype, f"{reason}; equal on all tiers, as KV is copied byte for byte")
+        if model.max_length:
+            yield Setting("max-model-len", str(model.max_length), "equal on all tiers: what one takes, all must take")
+        yield Setting("enable-scale-out", None, "serves /inference/v1/generate, which the gateway speaks")
+        yield Setting("enable-prompt-tokens-details", None, "tells how many prompt tokens were cached")
+        if entry.device == "cpu":
+            yield Setting("enforce-eager", None, "starts in seconds; compiling gains little on small CPU models")
+        batched, sequences, why_batched, why_sequences = _TIER_LIMITS[entry.device][entry.tier]
+        if model.max_length and entry.tier == "prefill":
+            batched = max(batched, min(model.max_length, 2 * batched))
+        yield Setting("max-num-batched-tokens", str(batched), why_batched)
+        yield Setting("max-num-seqs", str(sequences), why_sequences)
+        if entry.tensor_parallel > 1:
+            yield Setting("tensor-parallel-size", str(entry.tensor_parallel), "from the topology")
+        if memory is not None:
+            alone = memory == _ALONE
+            reason = "it has its GPU(s) alone" if alone else "shares its GPU(s), or the topology says so"
+            yield Setting("gpu-memory-utilization", f"{memory:g}", reason)
+
+    def _common_env(
+        self, entry: _Entry, cores: tuple[int, ...], gpus: tuple[int, ...], own_flags: Sequence[str]
+    ) -> dict[str, Setting]:
+        env: dict[str, Setting] = {}
+
+        def put(name: str, value: str, reason: str) -> None:
+            env[name] = Setting(name, value, reason)
+
+        put("VLLM_NO_USAGE_STATS", "1", "nothing is sent home unless you ask for it")
+        if Path(self._model).is_dir():
+            put("HF_HUB_OFFLINE", "1", "the model is a folder: no hub is asked for anything")
+        if entry.device == "cpu":
+            put("VLLM_CPU_KVCACHE_SPACE", str(entry.cpu_kv_gib), "GiB for KV; unset, vLLM takes most of the memory")
+            if cores:
+                joined = ",".join(str(core) for core in cores)
+                put("VLLM_CPU_OMP_THREADS_BIND", joined, "its own cores, so that tiers do not slow each other")
+                put("TRIVET_CPU_CORES", joined, "keeps NIXL from pinning every engine to the host's last core")
+            if "enforce-eager" not in {name.removeprefix("no-") for name in flag_names(own_flags)}:
+                put("TORCHDYNAMO_DISABLE", "1", "else the first log-probabilities wait 20 s for a compiler")
+        else:
+            put("CUDA_VISIBLE_DEVICES", ",".join(str(gpu) for gpu in gpus), "its own GPU(s)")
+        return env
+
+    def _share_cores(self, entries: Sequence[_Entry]) -> dict[str, tuple[int, ...]]:
+        """Disjoint cores for the CPU engines started here; what the topology names is theirs."""
+        here = [e for e in entries if e.device == "cpu" and e.engine.url is None and e.engine.host == self._at]
+        shares = {e.name: tuple(e.cores) for e in here if e.cores}
+        claimed: dict[int, str] = {}
+        for name, cores in shares.items():
+            for core in cores:
+                if core in claimed:
+                    raise TopologyError(
+                        f"core {core} is given to {claimed[core]} and to {name}", mend="give each engine its own cores"
+                    )
+                if core not in self._machine.cores:
+                    raise TopologyError(
+                        f"{name} wants core {core}, which this process may not use",
+                        mend=f"usable are {', '.join(map(str, self._machine.cores))}",
+                    )
+                claimed[core] = name
+        rest = [e for e in here if e.name not in shares]
+        free = [core for core in self._machine.cores if core not in claimed]
+        if rest and len(free) >= len(rest):
+            spare = 1 if len(free) > 2 * len(rest) else 0  # the gateway renders on it
+            size = (len(free) - spare) // len(rest)
+            for number, entry in enumerate(rest):
+                shares[entry.name] = tuple(free[number * size : (number + 1) * size])
+        elif rest:
+            self._notes.append(
+                f"{len(rest)} CPU engines share {len(free)} core(s): they will slow each other, and times mean little"
+            )
+            pool = free or list(self._machine.cores)
+            for number, entry in enumerate(rest):
+                shares[entry.name] = (pool[number % len(pool)],)
+        return shares
+
+    def _share_gpus(self, entries: Sequence[_Entry]) -> dict[str, tuple[int, ...]]:
+        """GPU indices for each CUDA engine: those it names, else the next ones that no engine has named."""
+        cuda = [e for e in entries if e.device == "cuda" and e.engine.url is None]
+        shares = {e.name: tuple(e.gpus) for e in cuda if e.gpus}
+        next_free: dict[str, int] = defaultdict(int)
+        for entry in cuda:
+            if entry.name in shares:
+                continue
+            host = entry.engine.host
+            named = {gpu for e in cuda if e.engine.host == host for gpu in e.gpus or ()}
+            picked: list[int] = []
+            while len(picked) < entry.tensor_parallel:
+                if next_free[host] not in named:
+                    picked.append(next_free[host])
+                next_free[host] += 1
+            shares[entry.name] = tuple(picked)
+        for entry in cuda:
+            missing = [gpu for gpu in shares[entry.name] if gpu >= self._machine.gpus]
+            if missing and entry.engine.host == self._at:
+                raise TopologyError(
+                    f"{entry.where(self._topology)}: {entry.name} needs GPU {missing[0]}; this machine has "
+                    f"{self._machine.gpus}",
+                    mend="name GPUs that exist (engines may share one), or fewer engines, or device: cpu",
+                )
+        return shares
+
+    def _share_gpu_memory(
+        self, entries: Sequence[_Entry], gpus: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, float | None]:
+        """Memory fraction of each CUDA engine, refused where a GPU's engines together exceed the limit."""
+        memory: dict[str, float | None] = {}
+        on_gpu: dict[tuple[str, int], list[_Entry]] = defaultdict(list)
+        for entry in entries:
+            for gpu in gpus.get(entry.name, ()):
+                on_gpu[(entry.engine.host, gpu)].append(entry)
+        given: dict[str, float] = {}
+        for entry in entries:
+            flags = (*self._topology.flags, *entry.tier_model.flags, *entry.engine.flags)
+            by_flag = flag_value(flags, "gpu-memory-utilization")
+            if by_flag is not None:
+                given[entry.name] = float(by_flag)
+            elif entry.gpu_memory_utilization is not None:
+                given[entry.name] = entry.gpu_memory_utilization
+        for entry in entries:
+            if entry.name not in gpus:
+                continue
+            share = given.get(entry.name, _ALONE)
+            if entry.name not in given:
+                for gpu in gpus[entry.name]:
+                    others = on_gpu[(entry.engine.host, gpu)]
+                    left = GPU_MEMORY_LIMIT - sum(given.get(one.name, 0.0) for one in others)
+                    open_ones = sum(one.name not in given for one in others)
+                    share = min(share, int(left / open_ones * 100) / 100)
+            memory[entry.name] = share
+        for (host, gpu), sharing in on_gpu.items():
+            total = sum(memory[one.name] or 0.0 for one in sharing)
+            if total > GPU_MEMORY_LIMIT + 1e-9 or any((memory[one.name] or 0.0) <= 0 for one in sharing):
+                raise TopologyError(
+                    f"{sharing[-1].where(self._topology)}: GPU {gpu}{'' if host == 'local' else f' of {host}'}: "
+                    f"{' + '.join(f'{one.name} {memory[one.name]:g}' for one in sharing)} = {total:.2f} of its memory",
+                    mend=f"keep the sum of gpu_memory_utilization at {GPU_MEMORY_LIMIT} or below",
+                )
+        return memory
+
+    def _check_packages(self, devices: set[str]) -> None:
+        version = self._machine.vllm
+        if version is None:
+            extra = "cpu" if devices == {"cpu"} else "cuda"
+            raise MissingPackageError("vLLM is not installed", mend=f"pip install 'trivet[{extra}]' (see README)")
+        if is_too_old(version):
+            needed = ".".join(str(part) for part in OLDEST_VLLM)
+            raise MissingPackageError(
+                f"vLLM {version} is too old: Trivet needs {needed} or newer", mend="pip install -U vllm"
+            )
+        if self._machine.vllm_device == "cpu" and "cuda" in devices:
+            raise TopologyError(
+                "the topology has CUDA engines, but the vLLM installed here is the CPU build",
+                mend="install vllm instead of vllm-cpu, or say device: cpu",
+            )
+        if self._machine.vllm_device == "cuda" and "cpu" in devices:
+            raise TopologyError(
+                "the topology has CPU engines, but the vLLM installed here is a CUDA build",
+                mend="install vllm-cpu, or say device: cuda",
+            )
+        if self._connector:
+            for device in sorted(devices):
+                for need in self._connector.needs(device):
+                    if not self._machine.has_package(need.package):
+                        raise MissingPackageError(
+                            f"{self._connector.name} needs the package {need.package}", mend=need.install
+                        )
+
+    def _render_flags(self) -> Iterator[str]:
+        model = self._topology.model
+        yield self._model
+        yield from ("--served-model-name", *self._served)
+        if model.tokenizer:
+            yield from ("--tokenizer", model.tokenizer)
+        if model.max_length:
+            yield from ("--max-model-len", str(model.max_length))
+        # What the frontend checks and never computes with; bfloat16 would warn about CPUs without AMX.
+        yield from ("--dtype", model.dtype or "auto")
+        yield from ("--enable-scale-out", "--disable-log-stats", "--disable-uvicorn-access-log")
+        yield from self._topology.flags
+        yield from self._topology.tiers.render.flags
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """An engine of the file with its tier's settings behind it."""
+
+    tier: str
+    number: int
+    tier_model: Tier
+    engine: Engine
+    device: str
+
+    @property
+    def name(self) -> str:
+        return self.engine.name or f"{self.tier}-{self.number}"
+
+    @property
+    def gpus(self) -> list[int] | None:
+        return self.engine.gpus if self.engine.gpus is not None else self.tier_model.gpus
+
+    @property
+    def cores(self) -> list[int] | None:
+        return self.engine.cores if self.engine.cores is not None else self.tier_model.cores
+
+    @property
+    def tensor_parallel(self) -> int:
+        return self.engine.tensor_parallel or self.tier_model.tensor_parallel or len(self.gpus or ()) or 1
+
+    @property
+    def gpu_memory_utilization(self) -> float | None:
+        return self.engine.gpu_memory_utilization or self.tier_model.gpu_memory_utilization
+
+    @property
+    def cpu_kv_gib(self) -> int:
+        return self.engine.cpu_kv_gib or self.tier_model.cpu_kv_gib or 1
+
+    def where(self, topology: Topology) -> str:
+        return topology.where("tiers", self.tier, "engines", self.number)
+
+
+_ALONE = 0.9
+
+_MANY_TOKENS = "a long prompt in as few passes as fit: prefill is bound by compute"
+_FEW_TOKENS = "a prompt that decode must compute itself stalls running answers only for this many tokens"
+_FEW_SEQUENCES = "more prompts at once only make each of them later"
+_MANY_SEQUENCES = "decode is bound by memory bandwidth: each further sequence is nearly free"
+_BOTH = "vLLM's usual compromise between the two"
+
+_TIER_LIMITS: Mapping[str, Mapping[str, tuple[int, int, str, str]]] = {
+    "cuda": {
+        "prefill": (16384, 32, _MANY_TOKENS, _FEW_SEQUENCES),
+        "decode": (2048, 256, _FEW_TOKENS, _MANY_SEQUENCES),
+        "mixed": (8192, 256, _BOTH, _BOTH),
+    },
+    "cpu": {
+        "prefill": (4096, 4, _MANY_TOKENS, _FEW_SEQUENCES),
+        "decode": (512, 32, _FEW_TOKENS, _MANY_SEQUENCES),
+        "mixed": (2048, 32, _BOTH, _BOTH),
+    },
+}
+"""``max_num_batched_tokens`` and ``max_num_seqs`` by device and tier, each with its reason."""
+
+
+def _default_served_name(name: str) -> str:
+    from trivet.demo.model import NAME
+
+    return NAME if name == "demo" else name
+
+
+def _advertised(bind: str, host: str) -> str:
+    if bind not in ("0.0.0.0", "::"):
+        return bind
+    return socket.gethostname() if host == "local" else host
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _json(value: Mapping[str, object]) -> str:
+    import json
+
+    return json.dumps(value)
+
+
+def resolve_model(name: str, at: Path | None = None) -> str:
+    """The model as engines are given it: a folder as an absolute path, a hub name as it is.
+
+    Args:
+        at: the folder that a relative path is relative to (the topology file's).
+
+    Raises:
+        TopologyError: it looks like a path and is not a model's folder.
+    """
+    path = Path(name).expanduser()
+    candidate = path if path.is_absolute() or at is None else at / path
+    if candidate.is_dir():
+        if not (candidate / "config.json").is_file():
+            raise TopologyError(
+                f"model.name: {candidate} has no config.json", mend="give a Hugging Face model's folder"
+            )
+        return str(candidate.resolve())
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise TopologyError(f"model.name: there is no folder {candidate}", mend="give a folder or a hub name")
+    return name

@@ -1,0 +1,52 @@
+"""The commented topology that ``trivet topology init`` writes; as it stands, the demo's."""
+
+TEMPLATE = """\
+# A Trivet topology: which engines exist, where, and with what flags.
+# `trivet topology show FILE` prints what it resolves to and each engine's exact vLLM command.
+
+model:
+  name: demo                  # SmolLM2-135M-Instruct; a Hugging Face folder or hub name works the same way
+  # tokenizer: ./tokenizer    # another than the model's own
+  # served_names: [my-model]  # what clients ask for; else the model's name
+  # dtype: bfloat16           # CPU engines: float32 unless given
+  max_length: 4096            # longest prompt plus answer, in tokens; equal on all tiers
+
+kv:
+  connector: NixlConnector    # what moves KV from prefill to decode
+  # options:                  # its kv_connector_extra_config
+  #   kv_lease_duration: 60   # seconds that prefill holds KV for decode
+
+# flags: [--trust-remote-code]        # vLLM flags for every engine and for rendering; a mapping works too
+# env: {VLLM_LOGGING_LEVEL: DEBUG}    # environment of every engine
+
+tiers:
+  render:                     # chat templates, tokenizing, detokenizing, tool and reasoning parsers: on CPU
+    # flags: {tool-call-parser: hermes, enable-auto-tool-choice: true}
+  prefill:
+    replicas: 1
+    # device: cuda            # cpu or cuda; else what the installed vLLM is built for
+    # gpus: [0]               # for each engine; else the next free ones
+    # tensor_parallel: 1
+    # gpu_memory_utilization: 0.9
+    # flags: {max-num-batched-tokens: 32768}
+    # env: {}
+  decode:
+    replicas: 1
+    # engines:                # a list instead of replicas, when engines differ
+    #   - name: decode-a
+    #     gpus: [1]
+    #   - name: decode-b      # on another host: run `trivet engine decode-b FILE` there
+    #     host: node-2
+    #     port: 8100
+    #     kv_port: 5600
+    #   - url: http://10.0.0.7:8000   # started by someone else
+  # mixed:                    # engines that do both, for what is served colocated
+  #   replicas: 1
+
+gateway:
+  host: 127.0.0.1             # 0.0.0.0 to be reached from other hosts
+  port: 8000
+  workers: 1                  # processes
+  # api_keys: [change-me]     # clients must send one: Authorization: Bearer change-me
+  drain_s: 30                 # how long running requests may take after a stop
+"""
