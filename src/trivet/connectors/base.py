@@ -88,7 +88,7 @@ class Connector(Protocol):
 
         Args:
             host: the name or address under which the other side reaches this engine.
-            port: the first of ``ports()``, None if that is 0.
+            port: the first of ``ports()``, None if that is 0 or not known here.
             options: ``kv.options`` of the topology, passed on as ``kv_connector_extra_config``.
         """
         ...

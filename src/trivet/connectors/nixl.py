@@ -53,8 +53,12 @@ class NixlConnector:
             config["kv_connector_extra_config"] = dict(options)
         env = {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": (host, "what prefill tells decode; vLLM says localhost unless told"),
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": (str(port), "its own port, since engines on one host may not share one"),
         }
+        if port is not None:  # on another host it is found there
+            env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = (
+                str(port),
+                "its own port, since engines on one host may not share one",
+            )
         if device == "cpu":
             env["TRIVET_NIXL_PROGRESS_THREAD"] = (
                 "0",

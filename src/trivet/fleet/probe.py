@@ -82,6 +82,16 @@ class EngineMetrics:
     """Prompt tokens by where they came from: ``local_compute``, ``local_cache_hit``, ``external_kv_transfer``."""
     values: Mapping[str, float]
     """Every metric by name, summed over its labels."""
+    cache_config: Mapping[str, str]
+    """vLLM's cache configuration: the labels of ``vllm:cache_config_info``."""
+
+    @property
+    def cached_block_tokens(self) -> int | None:
+        """Tokens in a block of the prefix cache; None if there is none, or the engine does not tell."""
+        size = self.cache_config.get("block_size", "")
+        if self.cache_config.get("enable_prefix_caching") != "True" or not size.isdigit():
+            return None
+        return int(size)
 
 
 async def metrics(session: aiohttp.ClientSession, url: str) -> EngineMetrics | None:
@@ -98,16 +108,20 @@ def parse_metrics(text: str) -> EngineMetrics:
     """From Prometheus' exposition text."""
     values: dict[str, float] = {}
     by_source: dict[str, float] = {}
+    cache_config: Mapping[str, str] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             values[sample.name] = values.get(sample.name, 0.0) + sample.value
             if sample.name == "vllm:prompt_tokens_by_source_total":
                 source = sample.labels.get("source", "")
                 by_source[source] = by_source.get(source, 0.0) + sample.value
+            elif sample.name == "vllm:cache_config_info":
+                cache_config = dict(sample.labels)
     return EngineMetrics(
         running=values.get("vllm:num_requests_running", 0.0),
         waiting=values.get("vllm:num_requests_waiting", 0.0),
         kv_usage=values.get("vllm:kv_cache_usage_perc", 0.0),
         prompt_tokens=by_source,
         values=values,
+        cache_config=cache_config,
     )

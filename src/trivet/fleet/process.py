@@ -74,6 +74,35 @@ class GuardedProcess:
                     os.killpg(child, signal.SIGKILL)
         await self._process.wait()
 
+    def family(self) -> dict[int, str]:
+        """The engine's own processes below its server, by id: what vLLM titles ``VLLM::EngineCore``, ``VLLM::Worker``."""
+        named: dict[int, str] = {}
+        pending = [self.pid]
+        while pending:
+            for child in _children_of(pending.pop()):
+                pending.append(child)
+                if (name := _name_of(child)) and name.startswith("VLLM"):
+                    named[child] = name
+        return named
+
+
+def lost(family: Mapping[int, str]) -> str | None:
+    """The name of a process of ``family`` that is gone or dead, or None."""
+    for pid, name in family.items():
+        if _name_of(pid) != name:
+            return name
+    return None
+
+
+def _name_of(pid: int) -> str | None:
+    """The title of a process, None if it is gone or a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1")
+    except OSError:
+        return None
+    name, _, rest = stat.partition("(")[2].rpartition(")")
+    return None if rest.split()[0] in "ZX" else name
+
 
 def _children_of(pid: int) -> list[int]:
     try:

@@ -15,7 +15,7 @@ import aiohttp
 
 from trivet.errors import EngineFailedError
 from trivet.fleet import probe
-from trivet.fleet.process import GuardedProcess, tail
+from trivet.fleet.process import GuardedProcess, lost, tail
 from trivet.topology.machine import OLDEST_VLLM, is_too_old
 from trivet.topology.plan import EnginePlan, Plan
 
@@ -52,6 +52,7 @@ class EngineStatus:
     ready_since: float | None = None
     problem: str | None = None
     pid: int | None = None
+    cached_block_tokens: int | None = None
     started_s: float = field(default_factory=time.monotonic)
 
     def facts(self) -> dict[str, Any]:
@@ -67,6 +68,7 @@ class EngineStatus:
             "restarts": max(0, self.generation - 1),
             "problem": self.problem,
             "log": str(self.log) if self.plan.started_by == "trivet" else None,
+            "cached_block_tokens": self.cached_block_tokens,
             "api_key": self.plan.api_key,
         }
 
@@ -148,6 +150,7 @@ class Fleet:
             try:
                 problem = await self._until_ready(status, process)
                 if problem is None:
+                    await self._learn(status)
                     status.ready_since = time.monotonic()
                     self._change(status, State.READY)
                     problem = await self._until_broken(status, process)
@@ -200,13 +203,24 @@ class Fleet:
             ending.cancel()
 
     async def _until_broken(self, status: EngineStatus, process: GuardedProcess) -> str:
-        """Returns when the engine ended, says that it died, or has been silent for too long."""
+        """Returns when the engine ended, lost one of its processes, says that it died, or is silent for too long."""
+        watches = [
+            asyncio.create_task(one)
+            for one in (_until_ended(process), _until_bereft(process), self._until_sick(status.plan.url))
+        ]
+        try:
+            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            return next(task.result() for task in watches if task in done)
+        finally:
+            for task in watches:
+                task.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
+
+    async def _until_sick(self, url: str) -> str:
         assert self._session is not None
         last_word = time.monotonic()
         while True:
-            if (problem := _ended(process)) is not None:
-                return problem
-            match await probe.health(self._session, status.plan.url):
+            match await probe.health(self._session, url):
                 case probe.Health.OK:
                     last_word = time.monotonic()
                 case probe.Health.DEAD:
@@ -215,8 +229,7 @@ class Fleet:
                     return f"has not answered for {_SILENCE_S:.0f} s"
                 case _:
                     pass
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(process.wait()), _POLL_S)
+            await asyncio.sleep(_POLL_S)
 
     async def _follow(self, status: EngineStatus) -> None:
         """Watches an engine that someone else starts."""
@@ -236,6 +249,7 @@ class Fleet:
                         )
                     status.problem = await probe.canary(self._session, plan.url, self._model, plan.api_key)
                     if status.problem is None:
+                        await self._learn(status)
                         status.generation += 1
                         self._change(status, State.READY)
                     elif not self._started.is_set():
@@ -247,6 +261,12 @@ class Fleet:
                 self._change(status, State.WAITING)
             await asyncio.sleep(_POLL_S)
 
+    async def _learn(self, status: EngineStatus) -> None:
+        """Reads what a gateway must know of an engine that has just come up."""
+        assert self._session is not None
+        metrics = await probe.metrics(self._session, status.plan.url)
+        status.cached_block_tokens = metrics.cached_block_tokens if metrics else None
+
     def _change(self, status: EngineStatus, state: State) -> None:
         status.state = state
         if state is State.READY:
@@ -254,6 +274,19 @@ class Fleet:
         if all(one.state is State.READY for one in self.engines.values()):
             self._all_ready.set()
         self._listener(status)
+
+
+async def _until_ended(process: GuardedProcess) -> str:
+    await process.wait()
+    return _ended(process) or "ended"
+
+
+async def _until_bereft(process: GuardedProcess) -> str:
+    """vLLM notices a lost worker itself, but may take seconds to say so."""
+    family = process.family()
+    while (gone := lost(family)) is None:
+        await asyncio.sleep(_POLL_S)
+    return f"has lost its process {gone}"
 
 
 def _ended(process: GuardedProcess) -> str | None:

@@ -39,6 +39,7 @@ _UNSAFE_TO_CONTINUE = (
     "logprob_token_ids",
 )
 _NEUTRAL: tuple[Any, ...] = (None, 0, 0.0, False, [], {}, "")
+_ZERO_ASKS = ("logprobs", "thinking_token_budget")  # logprobs 0 asks for the sampled token's own
 
 
 def prefill_body(request: TokenRequest, params: Mapping[str, Any], *, sample: bool = False) -> dict[str, Any]:
@@ -99,7 +100,7 @@ def first_token_may_be_handed_over(request: TokenRequest) -> bool:
         value = sampling.get(name)
         if name == "repetition_penalty" and value == 1.0:
             continue
-        if value not in _NEUTRAL:
+        if value not in _NEUTRAL or (name in _ZERO_ASKS and value is not None):
             return False
     return bool(sampling.get("temperature", 1.0) == 0.0)
 

@@ -115,6 +115,7 @@ class Legs:
             record.reason = f"{route.reason} ({'; '.join(faults)})" if faults else route.reason
             record.decode_engine = route.decode.name
             record.prefill_engine = route.prefill.name if route.prefill else None
+            record.prefill_start_s = record.prefill_end_s = record.cached_tokens = None  # of an attempt that failed
             try:
                 async with aclosing(self._on_route(request, route, record)) as chunks:
                     async for chunk in chunks:
@@ -142,6 +143,7 @@ class Legs:
                     async for chunk in chunks:
                         if chunk.cached_tokens is not None:
                             record.cached_tokens = chunk.cached_tokens
+                            chunk = _with_cache_counts(chunk, request, route.decode, chunk.cached_tokens)
                         yield chunk
             return
 
@@ -165,31 +167,32 @@ class Legs:
             params = self._connector.decode_params(answered)
             if params is None:
                 held = None
-                record.split = False
+                record.split, record.cached_tokens = False, None
                 record.reason = f"{route.prefill.name} handed nothing over"
             elif seeded:
                 choice = answer["choices"][0]
                 first = tuple(choice["token_ids"])
                 stopped = choice.get("finish_reason") == "stop" or request.sampling.get("max_tokens") == 1
-                yield TokenChunk(
+                seed = TokenChunk(
                     first,
                     finish_reason=choice["finish_reason"] if stopped else None,
                     stop_reason=choice.get("stop_reason"),
-                    cached_tokens=record.cached_tokens,
                 )
+                yield _with_cache_counts(seed, request, route.prefill, record.cached_tokens)
                 if stopped:
                     return
             with self._engines.charge(route.decode, _tokens(request)):
-                begun = False
+                begun = bool(first)
                 async with aclosing(self._decode(request, route.decode, params, after=first)) as chunks:
                     async for chunk in chunks:
-                        if not begun:
-                            begun, held = True, None  # decode has the KV: it was read before its first token
-                            if not first:
-                                chunk = replace(chunk, cached_tokens=record.cached_tokens)
+                        held = None  # decode has the KV: it was read before its first token
+                        if params is not None:  # prefill computed the prompt, so its count is the true one
+                            computed_by, cached = route.prefill, None if begun else record.cached_tokens
                         else:
-                            chunk = replace(chunk, cached_tokens=None)
-                        yield chunk
+                            computed_by, cached = route.decode, chunk.cached_tokens
+                            record.cached_tokens = cached if cached is not None else record.cached_tokens
+                        begun = True
+                        yield _with_cache_counts(chunk, request, computed_by, cached)
         finally:
             if held is not None:
                 self._release(request, held)
@@ -244,6 +247,14 @@ class Legs:
 
 def _tokens(request: TokenRequest) -> int:
     return len(request.token_ids) + int(request.sampling.get("max_tokens") or 0)
+
+
+def _with_cache_counts(
+    chunk: TokenChunk, request: TokenRequest, engine: EngineView, cached_tokens: int | None
+) -> TokenChunk:
+    """The chunk with the cache counts of the engine that computed the prompt; without any if that is unknown."""
+    created = None if cached_tokens is None else engine.created_cache_tokens(len(request.token_ids), cached_tokens)
+    return replace(chunk, cached_tokens=cached_tokens, created_cache_tokens=created)
 
 
 def _headers(request: TokenRequest, engine: EngineView, leg: str) -> dict[str, str]:

@@ -68,6 +68,7 @@ async def stream(
         LegError: no answer, one that is not 200, an error event, or an end without a finish reason.
     """
     last: TokenChunk | None = None
+    cached_tokens: int | None = None
     tokens = 0
     try:
         async with session.post(f"{url}/inference/v1/generate", data=orjson.dumps(body), headers=headers) as answer:
@@ -77,21 +78,20 @@ async def stream(
                 if data == b"[DONE]":
                     last = last or _finish_unsaid(body, tokens)
                     break
-                chunks, cached_tokens = _read_event(engine, data)
+                chunks, told = _read_event(engine, data)
+                cached_tokens = told if told is not None else cached_tokens
                 for chunk in chunks:
                     tokens += len(chunk.token_ids)
                     if chunk.finish_reason is None:
                         yield chunk
                     else:  # kept until usage, the next event, has told the cached tokens
                         last = _with_stop_reason(chunk, body)
-                if last is not None and cached_tokens is not None:
-                    last = replace(last, cached_tokens=cached_tokens)
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         if last is None:
             raise LegError(engine, _connection_text(error)) from error
     if last is None:
         raise LegError(engine, "the stream ended before the answer did", status=502)
-    yield last
+    yield replace(last, cached_tokens=cached_tokens)
 
 
 def _finish_unsaid(body: Mapping[str, Any], tokens: int) -> TokenChunk | None:
@@ -127,8 +127,11 @@ def _read_event(engine: str, data: bytes) -> tuple[list[TokenChunk], int | None]
         event = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise LegError(engine, "sent an event that is not JSON", status=502) from error
+    if not isinstance(event, dict):
+        raise LegError(engine, "sent an event that is not an object", status=502)
     if fault := event.get("error"):
-        raise LegError(engine, str(fault.get("message", fault)), status=int(fault.get("code") or 500))
+        code = fault.get("code") if isinstance(fault, dict) else None
+        raise LegError(engine, _error_text(data, 500), status=code if isinstance(code, int) else 500)
     details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
     chunks = [
         TokenChunk(

@@ -50,6 +50,8 @@ class TokenChunk:
     stop_reason: int | str | None = None
     cached_tokens: int | None = None
     """Prompt tokens found in a prefix cache; on the first chunk, or on the last where it is known no earlier."""
+    created_cache_tokens: int | None = None
+    """Prompt tokens that were added to a prefix cache; beside ``cached_tokens``."""
 
 
 class ServingError(Exception):

@@ -112,7 +112,7 @@ class SplitCore:
                 async for chunk in chunks:
                     finished = chunk.finish_reason is not None
                     if finished and chunk.cached_tokens is not None:
-                        self._correct_cached_tokens(request_id, chunk.cached_tokens)
+                        self._correct_cached_tokens(request_id, chunk)
                     self._outputs.put_nowait(_output(request_id, len(token_request.token_ids), chunk, wanted_logprobs))
                     if finished:
                         break
@@ -127,10 +127,11 @@ class SplitCore:
                 GracefulHTTPError(f"{type(error).__name__}: {error}", HTTPStatus.INTERNAL_SERVER_ERROR),
             )
 
-    def _correct_cached_tokens(self, request_id: str, cached_tokens: int) -> None:
+    def _correct_cached_tokens(self, request_id: str, chunk: TokenChunk) -> None:
         """vLLM reads this off the first output only; an engine that streams alone tells it with the last."""
         if self._processor is not None and (state := self._processor.request_states.get(request_id)):
-            state.num_cached_tokens = cached_tokens
+            state.num_cached_tokens = chunk.cached_tokens
+            state.num_cache_creation_tokens = chunk.created_cache_tokens or 0
 
     def _fail(self, request: EngineCoreRequest, error: Exception) -> None:
         """Hands an error to the generator that waits for this request, and forgets the request.
@@ -223,6 +224,7 @@ def _output(request_id: str, prompt_tokens: int, chunk: TokenChunk, wanted_logpr
             num_computed_tokens=prompt_tokens - chunk.cached_tokens,
             num_cached_tokens=chunk.cached_tokens,
             num_local_cached_tokens=chunk.cached_tokens,
+            num_cache_creation_tokens=chunk.created_cache_tokens or 0,
         )
     return EngineCoreOutput(
         request_id=request_id,

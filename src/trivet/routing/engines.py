@@ -19,8 +19,20 @@ class EngineView:
     ready: bool
     generation: int = 0
     """Raised each time the engine is started anew."""
+    cached_block_tokens: int | None = None
+    """Tokens in a block of its prefix cache; None if it keeps none, or does not tell."""
     api_key: str | None = field(default=None, repr=False)
     """Sent to engines that want one."""
+
+    def created_cache_tokens(self, prompt_tokens: int, cached_tokens: int) -> int | None:
+        """Prompt tokens that serving a prompt adds to its prefix cache: whole blocks, less those it had.
+
+        As ``PrefillStats.finalize`` in ``vllm/v1/metrics/stats.py`` counts them.
+        """
+        if self.cached_block_tokens is None:
+            return None
+        whole = prompt_tokens // self.cached_block_tokens * self.cached_block_tokens
+        return max(0, whole - cached_tokens)
 
     @classmethod
     def parse(cls, value: Mapping[str, Any]) -> EngineView:
@@ -31,6 +43,7 @@ class EngineView:
             url=value["url"],
             ready=bool(value["ready"]),
             generation=int(value.get("generation", 0)),
+            cached_block_tokens=value.get("cached_block_tokens"),
             api_key=value.get("api_key"),
         )
 
@@ -68,8 +81,8 @@ class Engines:
         try:
             yield
         finally:
-            left = self._outstanding_tokens[view.name] - tokens
+            left = self.outstanding_tokens(view.name) - tokens
             if left:
                 self._outstanding_tokens[view.name] = left
             else:
-                del self._outstanding_tokens[view.name]
+                self._outstanding_tokens.pop(view.name, None)

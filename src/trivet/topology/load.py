@@ -39,7 +39,7 @@ def parse_topology(text: str, source: str = "topology") -> Topology:
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: 2026-13-40 is a date to YAML
         mark = getattr(error, "problem_mark", None)
         where = f"{source}:{mark.line + 1}" if mark else source
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
@@ -120,7 +120,11 @@ def _inner_model(annotation: Any) -> Any:
     return None
 
 
-def _refuse_repeated_keys(node: yaml.Node | None, source: str) -> None:
+def _refuse_repeated_keys(node: yaml.Node | None, source: str, met: set[int] | None = None) -> None:
+    met = set() if met is None else met
+    if id(node) in met:  # an alias, perhaps of what stands around it
+        return
+    met.add(id(node))
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, child in node.value:
@@ -128,10 +132,10 @@ def _refuse_repeated_keys(node: yaml.Node | None, source: str) -> None:
                 line = key.start_mark.line + 1
                 raise TopologyError(f"{source}:{line}: {key.value!r} is given twice", mend="YAML would keep the last")
             seen.add(key.value)
-            _refuse_repeated_keys(child, source)
+            _refuse_repeated_keys(child, source, met)
     elif isinstance(node, yaml.SequenceNode):
         for child in node.value:
-            _refuse_repeated_keys(child, source)
+            _refuse_repeated_keys(child, source, met)
 
 
 def _check_tiers(topology: Topology) -> None:

@@ -28,12 +28,16 @@ class Machine:
     vllm_device: str | None
     """The device that this vLLM was built for."""
     has_package: Callable[[str], bool] = field(default=_find_package, compare=False)
+    visible_gpus: tuple[str, ...] | None = None
+    """Where ``CUDA_VISIBLE_DEVICES`` shows only some of the GPUs: which."""
 
     @classmethod
     def here(cls) -> Machine:
         """Reads this machine."""
         version, device = _installed_vllm()
-        return cls(tuple(sorted(os.sched_getaffinity(0))), _gpu_count(), version, device)
+        visible = _visible_gpus()
+        gpus = _gpu_count() if visible is None else len(visible)
+        return cls(tuple(sorted(os.sched_getaffinity(0))), gpus, version, device, visible_gpus=visible)
 
     @property
     def device(self) -> str:
@@ -41,6 +45,10 @@ class Machine:
         if self.vllm_device is not None:
             return self.vllm_device
         return "cuda" if self.gpus else "cpu"
+
+    def gpu_name(self, gpu: int) -> str:
+        """What a GPU of this machine is called in ``CUDA_VISIBLE_DEVICES``."""
+        return str(gpu) if self.visible_gpus is None else self.visible_gpus[gpu]
 
 
 def _installed_vllm() -> tuple[str | None, str | None]:
@@ -53,10 +61,14 @@ def _installed_vllm() -> tuple[str | None, str | None]:
     return None, None
 
 
-def _gpu_count() -> int:
+def _visible_gpus() -> tuple[str, ...] | None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([one for one in visible.split(",") if one.strip() not in ("", "-1")])
+    if visible is None:
+        return None
+    return tuple(one.strip() for one in visible.split(",") if one.strip() not in ("", "-1"))
+
+
+def _gpu_count() -> int:
     folder = Path("/proc/driver/nvidia/gpus")
     if folder.is_dir():
         return len(list(folder.iterdir()))

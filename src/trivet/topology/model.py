@@ -28,7 +28,7 @@ OWN_FLAGS: Mapping[str, str] = {
 }
 """vLLM flags that Trivet sets itself, and the topology field that says what they get."""
 
-_SHORT_FLAGS = {"-tp": "tensor-parallel-size"}
+_SHORT_FLAGS = {"-tp": "tensor-parallel-size", "-dp": "data-parallel-size"}
 
 
 def flag_list(value: object) -> list[str]:
@@ -81,7 +81,7 @@ def flag_value(flags: Sequence[str], name: str) -> str | None:
     found = None
     for position, flag in enumerate(flags):
         head, equals, tail = flag.partition("=")
-        if not head.startswith("--") or head[2:].replace("_", "-") != name:
+        if flag_names([head]) != [name]:
             continue
         if equals:
             found = tail
@@ -92,8 +92,9 @@ def flag_value(flags: Sequence[str], name: str) -> str | None:
 
 def _check_flags(flags: list[str]) -> list[str]:
     for name in flag_names(flags):
-        if name in OWN_FLAGS:
-            raise ValueError(f"--{name} is set by Trivet: use {OWN_FLAGS[name]} instead")
+        whole = name.partition(".")[0]  # --kv-transfer-config.kv_role is a part of --kv-transfer-config to vLLM
+        if whole in OWN_FLAGS:
+            raise ValueError(f"--{name} is set by Trivet: use {OWN_FLAGS[whole]} instead")
     return flags
 
 
@@ -171,7 +172,7 @@ class _EngineFields(_Strict):
 def _env_text(value: object) -> str:
     if isinstance(value, bool):
         return "1" if value else "0"
-    return str(value)
+    return "" if value is None else str(value)
 
 
 class Engine(_EngineFields):
@@ -191,7 +192,7 @@ class Engine(_EngineFields):
     @field_validator("url")
     @classmethod
     def _http(cls, value: str | None) -> str | None:
-        if value is not None and not re.match(r"^https?://[^/\s]+", value):
+        if value is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", value):
             raise ValueError("an engine's url looks like http://host:port")
         return value.rstrip("/") if value else value
 

@@ -137,8 +137,8 @@ class _Planner:
         self._machine = machine
         self._at = at
         self._notes: list[str] = []
-        self._split = topology.tiers.prefill is not None
-        self._connector = CONNECTORS[topology.kv.connector] if self._split else None
+        prefill = topology.tiers.prefill
+        self._connector = CONNECTORS[topology.kv.connector] if prefill is not None and prefill.listed() else None
         self._served = tuple(topology.model.served_names) or (_default_served_name(topology.model.name),)
 
     def plan(self) -> Plan:
@@ -146,6 +146,7 @@ class _Planner:
         cores = self._share_cores(merged)
         gpus = self._share_gpus(merged)
         memory = self._share_gpu_memory(merged, gpus)
+        ports = self._share_ports(merged)
         engines = []
         for entry in merged:
             name = entry.name
@@ -156,7 +157,9 @@ class _Planner:
                     )
                 )
             else:
-                engines.append(self._started(entry, cores.get(name, ()), gpus.get(name, ()), memory.get(name)))
+                engines.append(
+                    self._started(entry, cores.get(name, ()), gpus.get(name, ()), memory.get(name), *ports[name])
+                )
         if any(one.started_by == "trivet" for one in engines):
             self._check_packages({one.device for one in engines if one.started_by == "trivet"})
         return Plan(
@@ -192,34 +195,64 @@ class _Planner:
                     )
                 yield entry
 
+    def _share_ports(self, entries: Sequence[_Entry]) -> dict[str, tuple[int, int | None]]:
+        """HTTP and KV port of each engine; what is given by number is taken before free ones are looked for."""
+        if self._at == "local":
+            self._ports.set_aside(self._topology.gateway.port)
+        ports: dict[str, tuple[int, int | None]] = {}
+        here: list[tuple[_Entry, int]] = []
+        for entry in entries:
+            engine, count = entry.engine, self._kv_ports(entry)
+            ports[entry.name] = (engine.port or 0, engine.kv_port if count else None)
+            if engine.url is not None or engine.host != self._at:
+                continue
+            here.append((entry, count))
+            if engine.port:
+                self._ports.fixed(engine.port, entry.bind, f"engine {entry.name}")
+            if engine.kv_port:
+                for number in range(count):
+                    self._ports.fixed(engine.kv_port + number, entry.bind, f"engine {entry.name} (KV)")
+        for entry, count in here:
+            port, kv_port = ports[entry.name]
+            port = port or self._ports.free(_FIRST_HTTP_PORT, entry.bind)
+            if count and kv_port is None:
+                kv_port = self._ports.free(_FIRST_KV_PORT, entry.bind, count)
+            ports[entry.name] = (port, kv_port)
+        return ports
+
+    def _kv_ports(self, entry: _Entry) -> int:
+        if self._connector is None or entry.tier == "mixed" or entry.engine.url is not None:
+            return 0
+        return self._connector.ports(int(self._number(entry, "data-parallel-size") or 1))
+
+    def _number(self, entry: _Entry, flag: str) -> float | None:
+        """The value of one of an engine's flags that must be a number."""
+        value = flag_value(self._flags(entry), flag)
+        try:
+            return None if value is None else float(value)
+        except ValueError:
+            raise TopologyError(
+                f"{entry.where(self._topology)}: {entry.name}: --{flag} is {value!r}", mend="give a number"
+            ) from None
+
+    def _flags(self, entry: _Entry) -> tuple[str, ...]:
+        return (*self._topology.flags, *entry.tier_model.flags, *entry.engine.flags)
+
     def _started(
-        self, entry: _Entry, cores: tuple[int, ...], gpus: tuple[int, ...], memory: float | None
+        self,
+        entry: _Entry,
+        cores: tuple[int, ...],
+        gpus: tuple[int, ...],
+        memory: float | None,
+        port: int,
+        kv_port: int | None,
     ) -> EnginePlan:
-        engine, here = entry.engine, entry.engine.host == self._at
-        bind = engine.bind or ("127.0.0.1" if engine.host == "local" else "0.0.0.0")
+        engine, bind, here = entry.engine, entry.bind, entry.engine.host == self._at
         advertise = engine.advertise or _advertised(bind, engine.host)
-        wanted_by = f"engine {entry.name}"
-        if not here:
-            port = engine.port or 0
-        elif engine.port:
-            port = self._ports.fixed(engine.port, bind, wanted_by)
-        else:
-            port = self._ports.free(_FIRST_HTTP_PORT, bind)
-        own_flags = (*self._topology.flags, *entry.tier_model.flags, *engine.flags)
-        kv_port = None
+        own_flags = self._flags(entry)
         settings = {setting.name: setting for setting in self._common_settings(entry, bind, port, memory)}
         env = self._common_env(entry, cores, gpus, own_flags)
         if self._connector and entry.tier != "mixed":
-            ranks = int(flag_value(own_flags, "data-parallel-size") or flag_value(own_flags, "dp") or 1)
-            count = self._connector.ports(ranks)
-            if count and not here:
-                kv_port = engine.kv_port
-            elif count:
-                kv_port = (
-                    self._ports.fixed(engine.kv_port, bind, f"{wanted_by} (KV)")
-                    if engine.kv_port
-                    else self._ports.free(_FIRST_KV_PORT, bind, count)
-                )
             kv = self._connector.engine_settings(
                 Side(entry.tier), device=entry.device, host=advertise, port=kv_port, options=self._topology.kv.options
             )
@@ -300,7 +333,9 @@ class _Planner:
             if "enforce-eager" not in {name.removeprefix("no-") for name in flag_names(own_flags)}:
                 put("TORCHDYNAMO_DISABLE", "1", "else the first log-probabilities wait 20 s for a compiler")
         else:
-            put("CUDA_VISIBLE_DEVICES", ",".join(str(gpu) for gpu in gpus), "its own GPU(s)")
+            here = entry.engine.host == self._at
+            names = [self._machine.gpu_name(gpu) if here else str(gpu) for gpu in gpus]
+            put("CUDA_VISIBLE_DEVICES", ",".join(names), "its own GPU(s)")
         return env
 
     def _share_cores(self, entries: Sequence[_Entry]) -> dict[str, tuple[int, ...]]:
@@ -308,18 +343,20 @@ class _Planner:
         here = [e for e in entries if e.device == "cpu" and e.engine.url is None and e.engine.host == self._at]
         shares = {e.name: tuple(e.cores) for e in here if e.cores}
         claimed: dict[int, str] = {}
-        for name, cores in shares.items():
-            for core in cores:
+        for entry in here:
+            where = entry.where(self._topology)
+            for core in shares.get(entry.name, ()):
                 if core in claimed:
                     raise TopologyError(
-                        f"core {core} is given to {claimed[core]} and to {name}", mend="give each engine its own cores"
+                        f"{where}: core {core} is given to {claimed[core]} and to {entry.name}",
+                        mend="give each engine its own cores",
                     )
                 if core not in self._machine.cores:
                     raise TopologyError(
-                        f"{name} wants core {core}, which this process may not use",
+                        f"{where}: {entry.name} wants core {core}, which this process may not use",
                         mend=f"usable are {', '.join(map(str, self._machine.cores))}",
                     )
-                claimed[core] = name
+                claimed[core] = entry.name
         rest = [e for e in here if e.name not in shares]
         free = [core for core in self._machine.cores if core not in claimed]
         if rest and len(free) >= len(rest):
@@ -373,10 +410,9 @@ class _Planner:
                 on_gpu[(entry.engine.host, gpu)].append(entry)
         given: dict[str, float] = {}
         for entry in entries:
-            flags = (*self._topology.flags, *entry.tier_model.flags, *entry.engine.flags)
-            by_flag = flag_value(flags, "gpu-memory-utilization")
+            by_flag = self._number(entry, "gpu-memory-utilization")
             if by_flag is not None:
-                given[entry.name] = float(by_flag)
+                given[entry.name] = by_flag
             elif entry.gpu_memory_utilization is not None:
                 given[entry.name] = entry.gpu_memory_utilization
         for entry in entries:
@@ -388,7 +424,7 @@ class _Planner:
                     others = on_gpu[(entry.engine.host, gpu)]
                     left = GPU_MEMORY_LIMIT - sum(given.get(one.name, 0.0) for one in others)
                     open_ones = sum(one.name not in given for one in others)
-                    share = min(share, int(left / open_ones * 100) / 100)
+                    share = min(share, int(max(0.0, left) / open_ones * 100 + 1e-6) / 100)
             memory[entry.name] = share
         for (host, gpu), sharing in on_gpu.items():
             total = sum(memory[one.name] or 0.0 for one in sharing)
@@ -464,6 +500,10 @@ class _Entry:
     @property
     def cores(self) -> list[int] | None:
         return self.engine.cores if self.engine.cores is not None else self.tier_model.cores
+
+    @property
+    def bind(self) -> str:
+        return self.engine.bind or ("127.0.0.1" if self.engine.host == "local" else "0.0.0.0")
 
     @property
     def tensor_parallel(self) -> int:

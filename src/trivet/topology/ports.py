@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
@@ -24,11 +25,15 @@ class PortBook:
         self._taken: set[int] = set()
         self._locks: list[int] = []
 
+    def set_aside(self, port: int) -> None:
+        """Keeps a port for someone who takes it without this book."""
+        self._taken.add(port)
+
     def fixed(self, port: int, host: str, what: str) -> int:
         """Takes a port that was asked for by number.
 
         Raises:
-            PortInUseError: something listens there, or two engines want it.
+            PortInUseError: something listens there, two engines want it, or ``host`` is not of this machine.
         """
         if port in self._taken:
             raise PortInUseError(f"port {port} is wanted twice, the second time for {what}", mend="give another port")
@@ -42,18 +47,23 @@ class PortBook:
         first = start
         while first + count <= 65536:
             block = range(first, first + count)
+            held = len(self._locks)
             if all(port not in self._taken and is_free(port, host) and self._hold(port) for port in block):
                 self._taken.update(block)
                 return first
+            self._give_back(held)
             first += 1
         raise PortInUseError(f"no {count} free port(s) from {start} up", mend="give ports in the topology")
 
     def close(self) -> None:
         """Gives the ports back."""
-        for descriptor in self._locks:
+        self._give_back(0)
+
+    def _give_back(self, kept: int) -> None:
+        for descriptor in self._locks[kept:]:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
-        self._locks.clear()
+        del self._locks[kept:]
 
     def _hold(self, port: int) -> bool:
         if not self._lock:
@@ -71,12 +81,21 @@ class PortBook:
 
 
 def is_free(port: int, host: str) -> bool:
-    """Whether a server could listen there now."""
+    """Whether a server could listen there now.
+
+    Raises:
+        PortInUseError: nobody could on this machine, whatever else runs on it.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError:
-            return False
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False
+            raise PortInUseError(
+                f"nothing can listen on {host}:{port} here: {error.strerror or error}",
+                mend="bind: an address of this machine; port: 1024 or above",
+            ) from None
     return True

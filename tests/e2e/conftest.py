@@ -1,0 +1,179 @@
+"""One set of real vLLM engines for all end-to-end tests: prefill, decode, a plain one, and the gateway over them."""
+
+import asyncio
+import dataclasses
+import importlib.util
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from trivet.fleet import probe
+from trivet.gateway.service import Service
+from trivet.topology import EnginePlan, Plan, Setting, make_plan, parse_topology
+from trivet.topology.ports import PortBook
+
+BLOCK_TOKENS = 32
+MODEL = "tiny"
+PLUGINS = Path(__file__).parent / "plugins"
+
+TOPOLOGY = f"""\
+model: {{name: PATH, served_names: [{MODEL}, tiny-alias], max_length: 1024}}
+flags: {{block-size: {BLOCK_TOKENS}, max-logprobs: 30, enable-prompt-tokens-details: true}}
+tiers:
+  prefill:
+  decode:
+  mixed:          # plain: vLLM without any connector, the reference
+gateway: {{port: 0, drain_s: 5}}
+"""
+
+
+def _load(name: str):
+    """A module that lies beside this file; tests are not a package (import mode importlib)."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tiny = _load("tiny_model")
+
+
+class Deployment:
+    """A service that runs in a thread of its own, and what tests ask of it."""
+
+    def __init__(self, plan: Plan, folder: Path, spoil: Path) -> None:
+        self.plan = plan
+        self._folder = folder
+        self._spoil = spoil
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="service", daemon=True)
+        self.service: Service | None = None
+        self.events: list[tuple[float, str, str]] = []
+
+    def start(self) -> None:
+        self._thread.start()
+
+        async def up() -> Service:
+            service = Service(self.plan, self._folder, lambda e: self.events.append((time.time(), e.subject, e.state)))
+            return await service.__aenter__()
+
+        self.service = asyncio.run_coroutine_threadsafe(up(), self._loop).result(timeout=600)
+
+    def stop(self) -> None:
+        if self.service is not None:
+            asyncio.run_coroutine_threadsafe(self.service.__aexit__(None, None, None), self._loop).result(timeout=120)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=10)
+        self._loop.close()
+
+    @property
+    def url(self) -> str:
+        assert self.service is not None
+        return self.service.url
+
+    def engine(self, tier: str) -> EnginePlan:
+        return next(one for one in self.plan.engines if one.tier == tier)
+
+    @property
+    def plain_url(self) -> str:
+        return self.engine("mixed").url
+
+    def metrics(self, tier: str) -> probe.EngineMetrics:
+        with urllib.request.urlopen(f"{self.engine(tier).url}/metrics", timeout=30) as answer:
+            return probe.parse_metrics(answer.read().decode())
+
+    def record(self, request_id: str) -> dict:
+        return get_json(f"{self.url}/trivet/requests/{request_id}")
+
+    @contextmanager
+    def spoiling(self, how: str) -> Iterator[None]:
+        """Inside, decode spoils each transfer that it receives."""
+        self._spoil.write_text(how)
+        try:
+            yield
+        finally:
+            self._spoil.write_text("")
+
+
+def get_json(url: str) -> dict:
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        return json.load(answer)
+
+
+def post(url: str, body: object, *, raw: bytes | None = None, headers: dict | None = None) -> tuple[int, str]:
+    """Status and text of a POST, whatever the status."""
+    data = raw if raw is not None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"} | (headers or {}))
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def events(text: str) -> list[dict]:
+    """The events of a stream that ended as it should."""
+    lines = [line for line in text.split("\n") if line.startswith("data: ")]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+def salted(body: dict) -> dict:
+    """The body with a fresh cache salt: nothing that another request left in a prefix cache is found."""
+    return {**body, "cache_salt": uuid.uuid4().hex}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with engines of their own come before the shared set (24 GB hold one of them), those that kill last."""
+
+    def turn(item: pytest.Item) -> int:
+        if not item.get_closest_marker("e2e"):
+            return 0
+        if "deployment" not in getattr(item, "fixturenames", ()):
+            return 1
+        return 3 if item.path.name == "test_failures.py" else 2
+
+    items.sort(key=turn)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def deployment(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    folder = tmp_path_factory.mktemp("run")
+    spoil = folder / "spoil"
+    ports = PortBook()
+    topology = parse_topology(TOPOLOGY.replace("PATH", str(tiny_model)))
+    plan = make_plan(topology, ports, model=str(tiny_model))
+    engines = tuple(_spoilable(one, spoil) if one.tier == "decode" else one for one in plan.engines)
+    running = Deployment(dataclasses.replace(plan, engines=engines), folder, spoil)
+    try:
+        running.start()
+        yield running
+    finally:
+        running.stop()
+        ports.close()
+
+
+def _spoilable(engine: EnginePlan, control: Path) -> EnginePlan:
+    """The decode engine with a connector that is NixlConnector until a test asks it to spoil a transfer."""
+    settings = []
+    for setting in engine.settings:
+        if setting.name == "kv-transfer-config":
+            config = json.loads(setting.value)
+            config |= {"kv_connector": "SpoiledNixlConnector", "kv_connector_module_path": "spoiled_nixl"}
+            setting = Setting(setting.name, json.dumps(config), "test")
+        settings.append(setting)
+    env = (*engine.env, Setting("PYTHONPATH", str(PLUGINS), "test"), Setting("TRIVET_TEST_SPOIL", str(control), "test"))
+    return dataclasses.replace(engine, settings=tuple(settings), env=env)

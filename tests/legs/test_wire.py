@@ -1,0 +1,372 @@
+import asyncio
+import json
+
+import aiohttp
+import pytest
+
+from helpers.engines import (
+    DONE,
+    FakeEngine,
+    chunk,
+    cutting,
+    json_answer,
+    nobody_listens,
+    raw_answer,
+    refusing,
+    speaking,
+    sse,
+    streaming,
+    usage,
+    whole,
+)
+from trivet.legs.wire import LegError, generate, open_session, read_logprobs, stream
+from trivet.render.contract import TokenChunk, TokenLogprobs
+
+BODY = {"token_ids": [1], "sampling_params": {"max_tokens": 2}}
+HEADERS = {"X-Request-Id": "gen-1-decode"}
+
+
+@pytest.fixture
+async def session():
+    async with open_session() as session:
+        yield session
+
+
+@pytest.fixture
+async def engine():
+    async with FakeEngine("decode-0", "decode") as engine:
+        yield engine
+
+
+async def read(session: aiohttp.ClientSession, engine: FakeEngine, **sampling) -> list[TokenChunk]:
+    """All chunks that the engine's next answer gives."""
+    body = {**BODY, "sampling_params": {**BODY["sampling_params"], **sampling}}
+    return [one async for one in stream(session, engine.name, engine.url, body, HEADERS)]
+
+
+async def fault(coroutine) -> tuple[str, int | None]:
+    """What a leg failed with: its problem and status."""
+    with pytest.raises(LegError) as caught:
+        await coroutine
+    assert str(caught.value) == f"decode-0: {caught.value.problem}"
+    assert caught.value.engine == "decode-0"
+    return caught.value.problem, caught.value.status
+
+
+# whole answers
+
+
+async def test_a_leg_is_a_post_of_its_body(session, engine):
+    engine.replies = [whole(7)]
+    answer = await generate(session, engine.name, engine.url, BODY, HEADERS)
+    assert answer["choices"][0]["token_ids"] == [7]
+    assert engine.calls[0].body == BODY
+    assert engine.calls[0].headers["X-Request-Id"] == "gen-1-decode"
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        (refusing(400, "prompt too long"), ("prompt too long", 400)),
+        (refusing(503, "asleep"), ("asleep", 503)),
+        (json_answer({"message": "flat"}, 500), ("flat", 500)),
+        (json_answer({"error": "in words"}, 500), ("in words", 500)),
+        (json_answer({"detail": "x"}, 404), ("{'detail': 'x'}", 404)),
+        (json_answer(["a"], 500), ('HTTP 500: ["a"]', 500)),
+        (raw_answer(b"<h1>Bad Gateway</h1>\n", 502), ("HTTP 502: <h1>Bad Gateway</h1>", 502)),
+        (raw_answer(b"", 500), ("HTTP 500", 500)),
+        (raw_answer(b"\xff" * 300, 500), ("HTTP 500: " + "\ufffd" * 200, 500)),
+    ],
+)
+async def test_an_answer_that_is_not_200_is_a_fault_in_the_engines_words(session, engine, reply, expected):
+    engine.replies = [reply]
+    assert await fault(generate(session, engine.name, engine.url, BODY, HEADERS)) == expected
+    assert await fault(read(session, engine)) == expected
+
+
+@pytest.mark.parametrize(
+    ("reply", "problem"),
+    [
+        (raw_answer(b"hello"), "answered 200 with something that is not JSON"),
+        (raw_answer(b""), "answered 200 with something that is not JSON"),
+        (json_answer([1]), "answered 200 with something that is not an object"),
+        (json_answer(None), "answered 200 with something that is not an object"),
+    ],
+)
+async def test_an_answer_that_is_no_json_object_is_a_fault(session, engine, reply, problem):
+    engine.replies = [reply]
+    assert await fault(generate(session, engine.name, engine.url, BODY, HEADERS)) == (problem, 502)
+
+
+async def test_nobody_at_the_address_is_a_fault(session):
+    with nobody_listens() as url:
+        for leg in (
+            generate(session, "decode-0", url, BODY, HEADERS),
+            anext(stream(session, "decode-0", url, BODY, HEADERS)),
+        ):
+            problem, status = await fault(leg)
+            assert problem.startswith("no answer (ClientConnectorError: ")
+            assert status is None
+
+
+async def test_a_connection_that_closes_instead_of_an_answer_is_a_fault(session, engine):
+    engine.replies = [cutting()]
+    for leg in (generate(session, engine.name, engine.url, BODY, HEADERS), read(session, engine)):
+        problem, status = await fault(leg)
+        assert problem.startswith("no answer (")
+        assert status is None
+
+
+# streams
+
+
+async def test_tokens_arrive_as_they_are_streamed(session, engine):
+    more = asyncio.Event()
+    engine.replies = [streaming(chunk(5), more, chunk(6, finish_reason="length"), usage(), DONE)]
+    chunks = stream(session, engine.name, engine.url, BODY, HEADERS)
+    assert await anext(chunks) == TokenChunk([5])
+    more.set()
+    assert await anext(chunks) == TokenChunk([6], finish_reason="length")
+    with pytest.raises(StopAsyncIteration):
+        await anext(chunks)
+
+
+@pytest.mark.parametrize("cached", [None, 0, 16])
+async def test_usage_behind_the_last_token_tells_the_cached_tokens(session, engine, cached):
+    engine.replies = [speaking(5, 6, cached=cached)]
+    expected = [TokenChunk([5]), TokenChunk([6], finish_reason="length", cached_tokens=cached)]
+    assert await read(session, engine) == expected
+
+
+async def test_several_tokens_may_share_an_event(session, engine):
+    engine.replies = [streaming(chunk(5, 6, 7), chunk(8, finish_reason="stop", stop_reason=8), usage(), DONE)]
+    assert await read(session, engine) == [
+        TokenChunk([5, 6, 7]),
+        TokenChunk([8], finish_reason="stop", stop_reason=8),
+    ]
+
+
+async def test_a_last_event_may_have_no_token(session, engine):
+    engine.replies = [streaming(chunk(5), chunk(finish_reason="abort"), usage(), DONE)]
+    assert await read(session, engine) == [TokenChunk([5]), TokenChunk((), finish_reason="abort")]
+
+
+async def test_an_answer_needs_no_end_mark(session, engine):
+    engine.replies = [streaming(chunk(5, finish_reason="stop"), usage(3))]
+    assert await read(session, engine) == [TokenChunk([5], finish_reason="stop", cached_tokens=3)]
+
+
+EVENTS = sse(chunk(5)) + b": keep-alive\n\n" + sse(chunk(6, finish_reason="length")) + sse(usage(1)) + DONE
+SPOKEN = [TokenChunk([5]), TokenChunk([6], finish_reason="length", cached_tokens=1)]
+
+
+async def test_events_may_be_cut_anywhere(session, engine, monkeypatch):
+    """Split at every byte; the pieces are counted where they are read, as TCP could join them again."""
+    pieces = 0
+    original = aiohttp.StreamReader.iter_any
+
+    async def counting(self):
+        nonlocal pieces
+        async for piece in original(self):
+            pieces += 1
+            yield piece
+
+    monkeypatch.setattr(aiohttp.StreamReader, "iter_any", counting)
+    for position in range(1, len(EVENTS)):
+        pause = asyncio.Event()
+        engine.replies = [streaming(EVENTS[:position], pause, EVENTS[position:])]
+        asyncio.get_running_loop().call_later(0.002, pause.set)
+        assert await read(session, engine) == SPOKEN, f"cut at {position}"
+    assert pieces >= 1.9 * len(EVENTS)
+
+
+async def test_events_may_come_byte_by_byte(session, engine):
+    engine.replies = [streaming(*(EVENTS[at : at + 1] for at in range(len(EVENTS))))]
+    assert await read(session, engine) == SPOKEN
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        EVENTS.replace(b"\n", b"\r\n"),
+        EVENTS.replace(b"data: ", b"data:"),
+        b"event: token\nid: 1\nretry: 5\n" + EVENTS,
+        b"\n\n\n" + EVENTS,
+        EVENTS.replace(b"\n\n", b"\n"),
+        EVENTS + sse(chunk(99)),  # nothing counts behind the end mark
+    ],
+    ids=["CRLF", "no space", "other fields", "empty lines", "single newlines", "after the end"],
+)
+async def test_other_forms_of_the_same_events_are_read_alike(session, engine, written):
+    engine.replies = [streaming(written)]
+    assert await read(session, engine) == SPOKEN
+
+
+async def received_and_fault(session, engine) -> tuple[list[int], str, int | None]:
+    """The tokens that came before the fault, and the fault."""
+    tokens: list[int] = []
+
+    async def reading():
+        async for one in stream(session, engine.name, engine.url, BODY, HEADERS):
+            tokens.extend(one.token_ids)
+
+    problem, status = await fault(reading())
+    return tokens, problem, status
+
+
+@pytest.mark.parametrize(
+    ("event", "expected"),
+    [
+        ({"error": {"message": "KV load failed", "type": "x", "code": 500}}, ("KV load failed", 500)),
+        ({"error": {"message": "no", "code": 400}}, ("no", 400)),
+        ({"error": {"message": "no code"}}, ("no code", 500)),
+        ({"error": {"message": "odd code", "code": "invalid"}}, ("odd code", 500)),
+        ({"error": {"why": "x"}}, ("{'why': 'x'}", 500)),
+        ({"error": "in words"}, ("in words", 500)),
+        ([1], ("sent an event that is not an object", 502)),
+        ("hello", ("sent an event that is not an object", 502)),
+    ],
+)
+async def test_an_error_event_ends_the_leg(session, engine, event, expected):
+    engine.replies = [streaming(chunk(5), event, DONE)]
+    assert await received_and_fault(session, engine) == ([5], *expected)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "problem"),
+    [
+        ((chunk(5), b"data: {oops\n\n"), "sent an event that is not JSON"),
+        ((chunk(5),), "the stream ended before the answer did"),
+        ((chunk(5), usage(1)), "the stream ended before the answer did"),
+        ((chunk(5), b'data: {"choices": [{"token_ids": [6], "finish_re'), "the stream ended before the answer did"),
+    ],
+)
+async def test_a_stream_that_does_not_end_well_is_a_fault(session, engine, pieces, problem):
+    engine.replies = [streaming(*pieces)]
+    assert await received_and_fault(session, engine) == ([5], problem, 502)
+
+
+@pytest.mark.parametrize("pieces", [(), (DONE,), (usage(), DONE), (b": hello\n\n", DONE)])
+async def test_a_stream_without_tokens_is_a_fault(session, engine, pieces):
+    engine.replies = [streaming(*pieces)]
+    expected = ([], "the stream ended before the answer did", 502)
+    assert await received_and_fault(session, engine) == expected
+
+
+async def test_a_connection_that_breaks_in_the_middle_is_a_fault(session, engine):
+    engine.replies = [streaming(chunk(5), cut=True)]
+    tokens, problem, status = await received_and_fault(session, engine)
+    assert (tokens, problem.startswith("no answer ("), status) == ([5], True, None)
+
+
+async def test_a_connection_that_breaks_behind_the_finish_reason_is_none(session, engine):
+    engine.replies = [streaming(chunk(5, finish_reason="stop"), cut=True)]
+    assert await read(session, engine) == [TokenChunk([5], finish_reason="stop")]
+
+
+async def test_closing_a_stream_ends_the_leg_at_the_engine(session, engine):
+    engine.replies = [streaming(chunk(5), asyncio.Event())]
+    chunks = stream(session, engine.name, engine.url, BODY, HEADERS)
+    assert await anext(chunks) == TokenChunk([5])
+    await chunks.aclose()
+    await engine.calls[0].end()
+    assert engine.calls[0].cancelled
+
+
+async def test_cancelling_a_whole_leg_ends_it_at_the_engine(session, engine):
+    engine.replies = [streaming(asyncio.Event())]
+    task = asyncio.create_task(generate(session, engine.name, engine.url, BODY, HEADERS))
+    call = await engine.call()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await call.end()
+    assert call.cancelled
+
+
+# what vLLM 0.30 does otherwise
+
+
+@pytest.mark.parametrize(
+    ("tokens", "limit", "expected"),
+    [([5, 6], 2, "length"), ([5], 2, "stop"), ([5, 6], None, "stop"), ([5], 1, "length")],
+)
+async def test_a_last_event_that_0_30_leaves_out_is_made_up_for(session, engine, tokens, limit, expected):
+    engine.replies = [streaming(*(chunk(one) for one in tokens), usage(16), DONE)]
+    *before, last = await read(session, engine, max_tokens=limit)
+    assert before == [TokenChunk([one]) for one in tokens]
+    assert last == TokenChunk((), finish_reason=expected, cached_tokens=16)
+
+
+@pytest.mark.parametrize(
+    ("event", "stops", "expected"),
+    [
+        (chunk(6, finish_reason="stop"), [6], 6),
+        (chunk(6, finish_reason="stop", stop_reason=None), [5, 6], 6),
+        (chunk(6, finish_reason="stop"), [5], None),  # the end of the sequence has no stop reason
+        (chunk(6, finish_reason="stop"), None, None),
+        (chunk(6, finish_reason="length"), [6], None),
+        (chunk(finish_reason="stop"), [6], None),
+        (chunk(6, finish_reason="stop", stop_reason="word"), [6], "word"),
+    ],
+)
+async def test_the_stop_reason_that_0_30_does_not_send_is_its_stop_token(session, engine, event, stops, expected):
+    engine.replies = [streaming(event, usage(), DONE)]
+    (last,) = await read(session, engine, stop_token_ids=stops)
+    assert last.stop_reason == expected
+
+
+NEW = {
+    "content": [
+        {
+            "token_id": 6,
+            "logprob": -1.5,
+            "rank": 3,
+            "top_logprobs": [
+                {"token_id": 6, "logprob": -1.5, "rank": 3},
+                {"token_id": 4, "logprob": -0.5, "rank": 1},
+                {"token_id": 9, "logprob": -1.0, "rank": 2},
+            ],
+        }
+    ]
+}
+OLD = {
+    "content": [
+        {
+            "token": "token_id:6",
+            "logprob": -1.5,
+            "top_logprobs": [
+                {"token": "token_id:6", "logprob": -1.5},
+                {"token": "token_id:4", "logprob": -0.5},
+                {"token": "token_id:9", "logprob": -1.0},
+            ],
+        }
+    ]
+}
+
+
+@pytest.mark.parametrize("sent", [NEW, OLD], ids=["0.32", "0.30"])
+def test_log_probabilities_of_both_versions_are_read_alike(sent):
+    assert read_logprobs(sent) == [TokenLogprobs([6, 4, 9], [-1.5, -0.5, -1.0], 3)]
+
+
+async def test_log_probabilities_travel_with_their_tokens(session, engine):
+    engine.replies = [streaming(chunk(6, finish_reason="length", logprobs=NEW), usage(), DONE)]
+    (last,) = await read(session, engine)
+    assert last.logprobs == [TokenLogprobs([6, 4, 9], [-1.5, -0.5, -1.0], 3)]
+
+
+@pytest.mark.parametrize("sent", [None, {}, {"content": None}, {"content": []}])
+def test_without_log_probabilities_there_are_none(sent):
+    assert read_logprobs(sent) is None
+
+
+def test_a_token_without_candidates_stands_alone():
+    sent = {"content": [{"token_id": 6, "logprob": -9999.0, "rank": None, "top_logprobs": []}]}
+    assert read_logprobs(sent) == [TokenLogprobs([6], [-9999.0], 1)]
+
+
+def test_a_rank_that_is_not_told_counts_the_better_candidates():
+    sent = json.loads(json.dumps(OLD))
+    sent["content"][0]["top_logprobs"][0:1] = []
+    assert read_logprobs(sent) == [TokenLogprobs([6, 4, 9], [-1.5, -0.5, -1.0], 3)]

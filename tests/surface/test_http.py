@@ -1,0 +1,69 @@
+import json
+from http import HTTPStatus
+
+import pytest
+
+from trivet.surface.http import answer, answer_error, answer_json
+
+
+class Sent:
+    """What an application sent, as a server would see it."""
+
+    def __init__(self) -> None:
+        self.messages = []
+
+    async def __call__(self, message) -> None:
+        self.messages.append(message)
+
+    @property
+    def status(self) -> int:
+        return self.messages[0]["status"]
+
+    @property
+    def headers(self) -> dict[bytes, bytes]:
+        return dict(self.messages[0]["headers"])
+
+    @property
+    def json(self):
+        return json.loads(self.messages[1]["body"])
+
+
+async def test_an_answer_is_a_start_and_a_body():
+    sent = Sent()
+    await answer(sent, 200, b"hello", b"text/plain", [(b"x-request-id", b"1")])
+    assert sent.messages == [
+        {
+            "type": "http.response.start",
+            "status": 200,
+            "headers": [(b"content-type", b"text/plain"), (b"content-length", b"5"), (b"x-request-id", b"1")],
+        },
+        {"type": "http.response.body", "body": b"hello"},
+    ]
+
+
+async def test_a_json_answer_is_counted_in_bytes():
+    sent = Sent()
+    await answer_json(sent, 200, {"name": "Töpfe"})
+    assert sent.json == {"name": "Töpfe"}
+    assert sent.headers[b"content-type"] == b"application/json"
+    assert sent.headers[b"content-length"] == str(len(sent.messages[1]["body"])).encode()
+
+
+@pytest.mark.parametrize(
+    ("status", "phrase"),
+    [(400, "Bad Request"), (401, "Unauthorized"), (404, "Not Found"), (503, "Service Unavailable")],
+)
+async def test_an_error_has_openais_form(status, phrase):
+    sent = Sent()
+    await answer_error(sent, status, "no engine is ready", [(b"x-request-id", b"1")])
+    assert sent.status == status
+    assert sent.headers[b"x-request-id"] == b"1"
+    expected = {"message": "no engine is ready", "type": phrase, "param": None, "code": status}
+    assert sent.json == {"error": expected}
+
+
+@pytest.mark.parametrize("status", [one for one in HTTPStatus if one >= 400])
+async def test_every_error_status_that_http_knows_can_be_answered(status):
+    sent = Sent()
+    await answer_error(sent, int(status), "x")
+    assert sent.json["error"]["code"] == status

@@ -1,0 +1,116 @@
+import asyncio
+import json
+
+import pytest
+
+from trivet.journal import GenerationRecord, Journal, RequestRecord, current_request, now_s
+
+
+def generation(**changes) -> GenerationRecord:
+    """A generation whose request arrived at 10 s."""
+    return GenerationRecord(**{"generation_id": "gen-1", "prompt_tokens": 3, "rendered_s": 10.004} | changes)
+
+
+def test_a_split_generation_in_plain_values():
+    record = generation(
+        split=True,
+        reason="a pair is ready",
+        prefill_engine="prefill-0",
+        decode_engine="decode-0",
+        prefill_start_s=10.005,
+        prefill_end_s=10.105,
+        first_token_s=10.15,
+        end_s=11.15,
+        cached_tokens=2,
+        completion_tokens=20,
+        finish_reason="stop",
+    )
+    assert record.facts(10.0) == {
+        "id": "gen-1",
+        "split": True,
+        "reason": "a pair is ready",
+        "prefill_engine": "prefill-0",
+        "decode_engine": "decode-0",
+        "prompt_tokens": 3,
+        "cached_tokens": 2,
+        "completion_tokens": 20,
+        "finish_reason": "stop",
+        "error": None,
+        "render_ms": 4.0,
+        "prefill_ms": 100.0,
+        "handover_ms": 45.0,
+        "ttft_ms": 150.0,
+        "decode_ms": 1000.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("stamps", "missing"),
+    [
+        ({}, {"prefill_ms", "handover_ms", "ttft_ms", "decode_ms"}),
+        ({"prefill_start_s": 10.1}, {"prefill_ms", "handover_ms", "ttft_ms", "decode_ms"}),
+        ({"prefill_start_s": 10.1, "prefill_end_s": 10.2}, {"handover_ms", "ttft_ms", "decode_ms"}),
+        ({"first_token_s": 10.2, "end_s": 10.3}, {"prefill_ms", "handover_ms"}),
+        ({"end_s": 10.3}, {"prefill_ms", "handover_ms", "ttft_ms", "decode_ms"}),
+    ],
+)
+def test_what_was_not_reached_has_no_duration(stamps, missing):
+    facts = generation(**stamps).facts(10.0)
+    assert {name for name, value in facts.items() if name.endswith("_ms") and value is None} == missing
+
+
+def test_a_request_in_plain_values():
+    record = RequestRecord("req-1", "/v1/completions", arrived_s=10.0, status=200, generations=[generation()])
+    facts = record.facts()
+    assert facts == {
+        "request_id": "req-1",
+        "path": "/v1/completions",
+        "status": 200,
+        "generations": [generation().facts(10.0)],
+    }
+    assert json.loads(json.dumps(facts)) == facts
+
+
+def test_the_clock_only_goes_forward():
+    before = now_s()
+    assert before <= RequestRecord("req-1", "/").arrived_s <= now_s()
+
+
+def test_a_record_is_found_by_its_id():
+    journal = Journal()
+    record = journal.open("req-1", "/v1/completions")
+    assert journal.find("req-1") is record
+    assert journal.find("req-2") is None
+
+
+def test_the_oldest_record_is_forgotten():
+    journal = Journal(capacity=2)
+    records = [journal.open(f"req-{number}", "/") for number in range(3)]
+    assert [journal.find(f"req-{number}") for number in range(3)] == [None, records[1], records[2]]
+
+
+def test_a_repeated_id_shows_its_newest_request():
+    journal = Journal(capacity=2)
+    journal.open("same", "/first")
+    second = journal.open("same", "/second")
+    assert journal.find("same") is second
+
+
+def test_forgetting_the_first_of_a_repeated_id_keeps_the_newest():
+    journal = Journal(capacity=2)
+    journal.open("same", "/first")
+    second = journal.open("same", "/second")
+    journal.open("other", "/")  # the first one is forgotten now
+    assert journal.find("same") is second
+    journal.open("another", "/")
+    assert journal.find("same") is None
+
+
+async def test_each_task_works_for_its_own_request():
+    async def handle(name: str) -> str:
+        current_request.set(RequestRecord(name, "/"))
+        await asyncio.sleep(0)
+        return current_request.get().request_id
+
+    assert await asyncio.gather(handle("a"), handle("b")) == ["a", "b"]
+    assert current_request.get() is None

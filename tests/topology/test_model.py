@@ -1,0 +1,227 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from trivet.topology import Engine, Gateway, Kv, Model, Tier, Tiers, Topology
+from trivet.topology.model import OWN_FLAGS, flag_list, flag_names, flag_value
+
+WORD = st.from_regex(r"[a-z][a-z0-9]{0,7}", fullmatch=True)
+NAME = st.lists(WORD, min_size=1, max_size=3)
+"""The words of a flag's name: joined by dashes on a command line, by underscores in Python."""
+VALUE = st.from_regex(r"[a-z0-9./:]{1,12}", fullmatch=True)
+
+
+def problem(model, **fields) -> str:
+    """Why these fields are refused."""
+    with pytest.raises(ValidationError) as caught:
+        model(**fields)
+    return caught.value.errors()[0]["msg"]
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (None, []),
+        ([], []),
+        (["--block-size", 64], ["--block-size", "64"]),
+        ({"enforce-eager": True}, ["--enforce-eager"]),
+        ({"enforce-eager": False}, ["--no-enforce-eager"]),
+        ({"enforce-eager": None}, []),
+        ({"block-size": 64}, ["--block-size", "64"]),
+        ({"gpu_memory_utilization": 0.5}, ["--gpu-memory-utilization", "0.5"]),
+        ({"--seed": 0}, ["--seed", "0"]),
+        ({"middleware": ["a", "b"]}, ["--middleware", "a", "b"]),
+        ({"hf-overrides": {"a": 1}}, ["--hf-overrides", '{"a": 1}']),
+        ({"chat-template": ""}, ["--chat-template", ""]),
+    ],
+)
+def test_flags_become_a_command_line(written, expected):
+    assert flag_list(written) == expected
+
+
+@pytest.mark.parametrize("written", ["--enforce-eager", 3, True])
+def test_flags_that_are_neither_list_nor_mapping_are_refused(written):
+    with pytest.raises(ValueError, match="flags are a list"):
+        flag_list(written)
+
+
+@given(st.dictionaries(NAME.map(tuple), VALUE, max_size=5), st.sampled_from("-_"))
+def test_a_mapping_of_flags_is_read_back_from_its_command_line(settings, joint):
+    flags = flag_list({joint.join(words): value for words, value in settings.items()})
+    by_name = {"-".join(words): value for words, value in settings.items()}
+    assert flag_names(flags) == list(by_name)
+    assert {name: flag_value(flags, name) for name in by_name} == by_name
+
+
+@given(NAME, VALUE, st.sampled_from("-_"), st.booleans())
+def test_every_spelling_of_a_flag_has_the_same_name_and_value(words, value, joint, with_equals):
+    written = "--" + joint.join(words)
+    flags = [f"{written}={value}"] if with_equals else [written, value]
+    name = "-".join(words)
+    assert (flag_names(flags), flag_value(flags, name)) == ([name], value)
+
+
+@given(st.lists(st.tuples(NAME, st.one_of(VALUE, st.booleans())), max_size=5))
+def test_flags_written_as_a_list_are_taken_as_they_are(pairs):
+    flags = [part for words, value in pairs for part in ("--" + "-".join(words), str(value))]
+    assert flag_list(flags) == flags
+
+
+@given(st.recursive(VALUE | st.integers(), lambda inner: st.dictionaries(WORD, inner, max_size=3), max_leaves=5))
+def test_an_object_behind_a_flag_is_json(value):
+    flags = flag_list({"hf-overrides": {"value": value}})
+    assert json.loads(flags[1]) == {"value": value}
+
+
+def test_the_last_of_repeated_flags_counts():
+    assert flag_value(["--seed", "1", "--seed=2", "--other", "3"], "seed") == "2"
+
+
+def test_a_flag_that_is_absent_has_no_value():
+    assert flag_value(["--seeds", "1", "seed", "-seed"], "seed") is None
+
+
+def test_a_flag_at_the_end_has_no_value():
+    assert flag_value(["--seed"], "seed") is None
+
+
+@pytest.mark.parametrize(("short", "name"), [("-tp", "tensor-parallel-size"), ("-dp", "data-parallel-size")])
+@pytest.mark.parametrize("joint", [" ", "="])
+def test_short_flags_are_known_by_their_long_name(short, name, joint):
+    flags = f"{short}{joint}2".split()
+    assert (flag_names(flags), flag_value(flags, name)) == ([name], "2")
+
+
+@pytest.mark.parametrize("name", OWN_FLAGS)
+@pytest.mark.parametrize("model", [Topology, Tier, Engine])
+def test_flags_that_trivet_sets_are_refused_with_the_field_to_use(model, name):
+    more = {"tiers": {"mixed": {}}} if model is Topology else {}
+    expected = f"Value error, --{name} is set by Trivet: use {OWN_FLAGS[name]} instead"
+    assert problem(model, flags=[f"--{name}=x"], **more) == expected
+    assert problem(model, flags={name.replace("-", "_"): "x"}, **more) == expected
+
+
+def test_flags_that_trivet_sets_are_refused_for_rendering_too():
+    message = problem(Tiers, render={"flags": ["--port", "1"]}, mixed={})
+    assert message == "Value error, --port is set by Trivet: use port instead"
+
+
+@pytest.mark.parametrize(
+    ("flag", "field"), [("-tp=2", "tensor_parallel"), ("--kv-transfer-config.kv_role=kv_both", "kv")]
+)
+def test_other_ways_to_write_such_a_flag_are_refused_too(flag, field):
+    assert problem(Engine, flags=[flag]).endswith(f"use {field} instead")
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [(True, "1"), (False, "0"), (3, "3"), (0.5, "0.5"), ("x", "x"), (None, "")],
+)
+def test_environment_values_become_text(written, expected):
+    for model in (Tier, Engine):
+        assert model(env={"A": written}).env == {"A": expected}
+    assert Topology(tiers={"mixed": {}}, env={"A": written}).env == {"A": expected}
+
+
+def test_one_served_name_may_be_written_without_a_list():
+    assert Model(served_names="a").served_names == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "expected"),
+    [
+        (Kv, {"connector": "MagicConnector"}, "unknown connector 'MagicConnector'; Trivet speaks NixlConnector"),
+        (Tier, {"gpus": [1, 1]}, "the same GPU is named twice"),
+        (Tier, {"replicas": 1, "engines": []}, "give replicas or a list of engines, not both"),
+        (Engine, {"url": "10.0.0.7:8000"}, "an engine's url looks like http://host:port"),
+        (Engine, {"url": "http://"}, "an engine's url looks like http://host:port"),
+        (Engine, {"url": "http://a b"}, "an engine's url looks like http://host:port"),
+        (
+            Engine,
+            {"url": "http://a:1", "port": 2, "gpus": [0]},
+            "an engine with url is not started by Trivet, so gpus, port means nothing",
+        ),
+        (
+            Engine,
+            {"host": "node-2"},
+            "an engine on another host needs a port, so that the gateway knows where it is",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(model, fields, expected):
+    assert problem(model, **fields) == f"Value error, {expected}"
+
+
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        (Model, {"max_length": 1}),
+        (Tier, {"gpus": [-1]}),
+        (Tier, {"cores": [-1]}),
+        (Tier, {"tensor_parallel": 0}),
+        (Tier, {"gpu_memory_utilization": 0}),
+        (Tier, {"gpu_memory_utilization": 1.1}),
+        (Tier, {"cpu_kv_gib": 0}),
+        (Tier, {"replicas": -1}),
+        (Tier, {"device": "tpu"}),
+        (Engine, {"name": "-a"}),
+        (Engine, {"name": "a/b"}),
+        (Engine, {"port": 0}),
+        (Engine, {"kv_port": 65536}),
+        (Gateway, {"port": 65536}),
+        (Gateway, {"workers": 0}),
+        (Gateway, {"drain_s": -1}),
+        (Gateway, {"unknown": 1}),
+    ],
+)
+def test_values_out_of_range_are_refused(model, fields):
+    with pytest.raises(ValidationError) as caught:
+        model(**fields)
+    assert caught.value.errors()[0]["loc"][0] == next(iter(fields))
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("http://a:1/", "http://a:1"),
+        ("https://a", "https://a"),
+        ("http://a:1/engine-0/", "http://a:1/engine-0"),
+        ("http://[::1]:8000", "http://[::1]:8000"),
+    ],
+)
+def test_an_engine_url_loses_only_its_trailing_slash(written, expected):
+    assert Engine(url=written).url == expected
+
+
+def test_an_engine_with_url_may_have_what_the_gateway_needs():
+    engine = Engine(url="http://a:1", name="a", api_key="k", device="cuda")
+    assert (engine.name, engine.api_key, engine.device) == ("a", "k", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("tier", "expected"),
+    [
+        (Tier(), [Engine()]),
+        (Tier(replicas=0), []),
+        (Tier(replicas=2), [Engine(), Engine()]),
+        (Tier(engines=[]), []),
+        (Tier(engines=[Engine(name="a")]), [Engine(name="a")]),
+    ],
+)
+def test_a_tier_lists_its_engines(tier, expected):
+    assert tier.listed() == expected
+
+
+def test_a_tier_with_nothing_behind_it_exists():
+    tiers = Tiers.model_validate({"prefill": None, "decode": None})
+    assert (tiers.prefill, tiers.decode, tiers.mixed) == (Tier(), Tier(), None)
+
+
+def test_defaults_have_their_reasons():
+    """Each field with a default that a person may wonder about says why it is so."""
+    for model in (Model, Kv, Gateway):
+        unexplained = [name for name, field in model.model_fields.items() if not field.description]
+        assert unexplained == []

