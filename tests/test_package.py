@@ -29,11 +29,6 @@ ARROWS = {
 }
 """What each package may import besides itself; ``version`` is ``trivet`` itself."""
 
-EXCEPTIONS = {
-    # the served name of the demo's model; that module imports nothing but errors
-    ("trivet.topology.plan", "trivet.demo.model"),
-}
-
 USES_VLLM = {"trivet.render.core", "trivet.render.frontend", "trivet.fleet.vllm"}
 OPENED_LATE = {
     "trivet.render.core": {"trivet.render.frontend"},
@@ -93,7 +88,7 @@ def test_imports_go_one_way():
         and package_of(imported) != package_of(module)
         and package_of(imported) not in ARROWS[package_of(module)]
     }
-    assert crossed == EXCEPTIONS
+    assert crossed == set()
 
 
 def test_the_allowed_ways_form_no_circle():

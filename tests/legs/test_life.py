@@ -484,12 +484,22 @@ async def test_when_every_engine_fails_each_fault_is_told():
     assert service.record.error == expected
 
 
-async def test_three_attempts_are_enough():
+async def test_the_third_attempt_is_colocated():
     broken = [prefill(refusing(500), name=f"prefill-{number}") for number in range(4)]
     async with serving(*broken, decode()) as service:
+        await service.ask()
+    assert [len(one.calls) for one in broken] == [1, 1, 0, 0]
+    assert service.record.split is False
+    assert service.record.reason.startswith("split failed (prefill-0: ")
+
+
+async def test_three_attempts_are_enough():
+    broken = [decode(refusing(500), name=f"decode-{number}") for number in range(4)]
+    async with serving(prefill(), *broken) as service:
         _, status = await service.refused()
     assert status == 502
-    assert [len(one.calls) for one in broken] == [1, 1, 1, 0]
+    served = [[leg for leg in one.legs() if leg != "release"] for one in broken]
+    assert served == [["decode"], ["decode"], ["decode"], []]
 
 
 # the client goes away

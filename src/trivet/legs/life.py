@@ -107,7 +107,9 @@ class Legs:
         if colocate is None and self._connector is None:
             colocate = "the topology has no connector"
         faults: list[str] = []
-        for _ in range(_ATTEMPTS):
+        while len(faults) < _ATTEMPTS:
+            if len(faults) == _ATTEMPTS - 1 and colocate is None:
+                colocate = "split failed"  # the last attempt asks for as little as can be
             route = choose(self._engines, colocate=colocate, avoid=avoid)
             if route is None:
                 break

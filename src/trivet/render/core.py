@@ -119,7 +119,7 @@ class SplitCore:
             if not finished:
                 raise ServingError("the engine's answer ended without a finish reason", status=502)
         except ServingError as error:
-            self._fail(request, GracefulHTTPError(error.message, HTTPStatus(error.status)))
+            self._fail(request, GracefulHTTPError(error.message, _http_status(error.status)))
         except Exception as error:  # whatever went wrong, the client must not wait for ever
             logger.exception("generation %s failed", request_id)
             self._fail(
@@ -150,6 +150,14 @@ class SplitCore:
         for sibling in siblings:
             if sibling != request.request_id and (task := self._tasks.get(sibling)):
                 task.cancel()
+
+
+def _http_status(status: int) -> HTTPStatus:
+    """The status as Python knows it; engines behind proxies answer with others (499, 520) as well."""
+    try:
+        return HTTPStatus(status)
+    except ValueError:
+        return HTTPStatus.BAD_GATEWAY if status >= 500 else HTTPStatus.BAD_REQUEST
 
 
 def _token_request(request: EngineCoreRequest, served_name: str) -> TokenRequest:

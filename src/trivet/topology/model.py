@@ -11,6 +11,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr,
 
 from trivet.connectors import CONNECTORS
 
+DEMO_MODEL = "SmolLM2-135M-Instruct"
+"""What ``model.name: demo`` stands for."""
+
 TIERS = ("prefill", "decode", "mixed")
 """The tiers that run engines."""
 
@@ -118,6 +121,11 @@ class Model(_Strict):
         None, description="CPU engines: float32, as bfloat16 prefills four times slower without AMX; else vLLM's auto"
     )
     max_length: int | None = Field(None, gt=1, description="longest prompt plus answer in tokens; else the model's own")
+
+    @property
+    def default_served_name(self) -> str:
+        """The name clients use if ``served_names`` gives none: the model's, as ``vllm serve`` has it."""
+        return DEMO_MODEL if self.name == "demo" else self.name
 
     @field_validator("served_names", mode="before")
     @classmethod

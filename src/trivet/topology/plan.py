@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from trivet.connectors import CONNECTORS, Connector, Side
 from trivet.errors import MissingPackageError, TopologyError
@@ -71,6 +72,13 @@ class EnginePlan:
         """What Trivet adds to the environment."""
         return {one.name: one.value or "" for one in self.env}
 
+    def effective(self, flag: str) -> str | None:
+        """The value that the engine gets for a flag; None if nobody gives one."""
+        own = flag_value(self.own_flags, flag)
+        if own is not None:
+            return own
+        return next((one.value for one in self.settings if one.name == flag), None)
+
     def shell_line(self) -> str:
         """The command as a person can run it by hand."""
         env = [f"{name}={shlex.quote(value)}" for name, value in self.environment().items()]
@@ -111,6 +119,7 @@ def make_plan(
     model: str,
     machine: Machine | None = None,
     at: str = "local",
+    only: str | None = None,
 ) -> Plan:
     """Resolves a topology.
 
@@ -119,6 +128,7 @@ def make_plan(
         model: the model's folder or hub name (``demo`` already replaced by its folder).
         machine: what runs the engines with ``host: AT``; this machine unless given.
         at: the host whose engines are started from here.
+        only: of those, the one engine that is; None for all of them.
 
     Raises:
         TopologyError: it asks for what cannot be on this machine.
@@ -126,20 +136,23 @@ def make_plan(
         PortInUseError: a port it names is taken.
     """
     machine = machine or Machine.here()
-    return _Planner(topology, ports, model, machine, at).plan()
+    return _Planner(topology, ports, model, machine, at, only).plan()
 
 
 class _Planner:
-    def __init__(self, topology: Topology, ports: PortBook, model: str, machine: Machine, at: str) -> None:
+    def __init__(
+        self, topology: Topology, ports: PortBook, model: str, machine: Machine, at: str, only: str | None
+    ) -> None:
         self._topology = topology
         self._ports = ports
         self._model = model
         self._machine = machine
         self._at = at
+        self._only = only
         self._notes: list[str] = []
         prefill = topology.tiers.prefill
         self._connector = CONNECTORS[topology.kv.connector] if prefill is not None and prefill.listed() else None
-        self._served = tuple(topology.model.served_names) or (_default_served_name(topology.model.name),)
+        self._served = tuple(topology.model.served_names) or (topology.model.default_served_name,)
 
     def plan(self) -> Plan:
         merged = list(self._merged())
@@ -160,6 +173,8 @@ class _Planner:
                 engines.append(
                     self._started(entry, cores.get(name, ()), gpus.get(name, ()), memory.get(name), *ports[name])
                 )
+        self._check_equal(engines)
+        self._check_reach(merged)
         if any(one.started_by == "trivet" for one in engines):
             self._check_packages({one.device for one in engines if one.started_by == "trivet"})
         return Plan(
@@ -197,14 +212,14 @@ class _Planner:
 
     def _share_ports(self, entries: Sequence[_Entry]) -> dict[str, tuple[int, int | None]]:
         """HTTP and KV port of each engine; what is given by number is taken before free ones are looked for."""
-        if self._at == "local":
+        if self._at == "local" and self._only is None:
             self._ports.set_aside(self._topology.gateway.port)
         ports: dict[str, tuple[int, int | None]] = {}
         here: list[tuple[_Entry, int]] = []
         for entry in entries:
             engine, count = entry.engine, self._kv_ports(entry)
             ports[entry.name] = (engine.port or 0, engine.kv_port if count else None)
-            if engine.url is not None or engine.host != self._at:
+            if engine.url is not None or not self._starts(entry):
                 continue
             here.append((entry, count))
             if engine.port:
@@ -219,6 +234,9 @@ class _Planner:
                 kv_port = self._ports.free(_FIRST_KV_PORT, entry.bind, count)
             ports[entry.name] = (port, kv_port)
         return ports
+
+    def _starts(self, entry: _Entry) -> bool:
+        return entry.engine.host == self._at and self._only in (None, entry.name)
 
     def _kv_ports(self, entry: _Entry) -> int:
         if self._connector is None or entry.tier == "mixed" or entry.engine.url is not None:
@@ -247,8 +265,7 @@ class _Planner:
         port: int,
         kv_port: int | None,
     ) -> EnginePlan:
-        engine, bind, here = entry.engine, entry.bind, entry.engine.host == self._at
-        advertise = engine.advertise or _advertised(bind, engine.host)
+        engine, bind, advertise = entry.engine, entry.bind, entry.advertise
         own_flags = self._flags(entry)
         settings = {setting.name: setting for setting in self._common_settings(entry, bind, port, memory)}
         env = self._common_env(entry, cores, gpus, own_flags)
@@ -273,7 +290,7 @@ class _Planner:
             tier=entry.tier,
             url=f"http://{_in_url(advertise)}:{port}",
             device=entry.device,
-            started_by="trivet" if here else "another host",
+            started_by="trivet" if self._starts(entry) else "another host",
             host=engine.host,
             model=self._model,
             port=port,
@@ -302,15 +319,12 @@ class _Planner:
         if entry.device == "cpu":
             yield Setting("enforce-eager", None, "starts in seconds; compiling gains little on small CPU models")
         batched, sequences, why_batched, why_sequences = _TIER_LIMITS[entry.device][entry.tier]
-        if model.max_length and entry.tier == "prefill":
-            batched = max(batched, min(model.max_length, 2 * batched))
         yield Setting("max-num-batched-tokens", str(batched), why_batched)
         yield Setting("max-num-seqs", str(sequences), why_sequences)
         if entry.tensor_parallel > 1:
             yield Setting("tensor-parallel-size", str(entry.tensor_parallel), "from the topology")
         if memory is not None:
-            alone = memory == _ALONE
-            reason = "it has its GPU(s) alone" if alone else "shares its GPU(s), or the topology says so"
+            reason = "of the memory of its GPU(s); no more than 0.95 with the engines it shares them with"
             yield Setting("gpu-memory-utilization", f"{memory:g}", reason)
 
     def _common_env(
@@ -436,6 +450,29 @@ class _Planner:
                 )
         return memory
 
+    def _check_equal(self, engines: Sequence[EnginePlan]) -> None:
+        """KV is copied byte for byte: what shapes it must be the same on every engine of a pair."""
+        paired = [one for one in engines if one.tier in ("prefill", "decode") and one.started_by != "someone else"]
+        for name in _SHAPES_OF_KV:
+            values = {one.name: one.effective(name) for one in paired}
+            if len(set(values.values())) > 1:
+                told = ", ".join(f"{engine} {value or '(vLLM decides)'}" for engine, value in values.items())
+                raise TopologyError(
+                    f"{self._topology.where('tiers')}: --{name} differs between prefill and decode: {told}",
+                    mend="set it once, in the topology's own flags (or model)",
+                )
+
+    def _check_reach(self, entries: Sequence[_Entry]) -> None:
+        """Decode on another host must be able to reach prefill."""
+        away = [one.name for one in entries if one.tier == "decode" and not one.is_near]
+        for entry in entries:
+            if away and entry.tier == "prefill" and entry.is_near and _is_loopback(entry.advertise):
+                raise TopologyError(
+                    f"{entry.where(self._topology)}: {entry.name} is reachable from this machine only "
+                    f"({entry.advertise}), but {away[0]} is not on it and must read its KV",
+                    mend=f"give {entry.name} a bind address, and an advertise name that the other host knows",
+                )
+
     def _check_packages(self, devices: set[str]) -> None:
         version = self._machine.vllm
         if version is None:
@@ -494,6 +531,17 @@ class _Entry:
         return self.engine.name or f"{self.tier}-{self.number}"
 
     @property
+    def advertise(self) -> str:
+        return self.engine.advertise or _advertised(self.bind, self.engine.host)
+
+    @property
+    def is_near(self) -> bool:
+        """Whether it shares this machine's loopback address."""
+        if self.engine.url is not None:
+            return _is_loopback(urlsplit(self.engine.url).hostname or "")
+        return self.engine.host == "local"
+
+    @property
     def gpus(self) -> list[int] | None:
         return self.engine.gpus if self.engine.gpus is not None else self.tier_model.gpus
 
@@ -523,6 +571,8 @@ class _Entry:
 
 _ALONE = 0.9
 
+_SHAPES_OF_KV = ("block-size", "dtype", "kv-cache-dtype", "max-model-len")
+
 _MANY_TOKENS = "a long prompt in as few passes as fit: prefill is bound by compute"
 _FEW_TOKENS = "a prompt that decode must compute itself stalls running answers only for this many tokens"
 _FEW_SEQUENCES = "more prompts at once only make each of them later"
@@ -544,10 +594,8 @@ _TIER_LIMITS: Mapping[str, Mapping[str, tuple[int, int, str, str]]] = {
 """``max_num_batched_tokens`` and ``max_num_seqs`` by device and tier, each with its reason."""
 
 
-def _default_served_name(name: str) -> str:
-    from trivet.demo.model import NAME
-
-    return NAME if name == "demo" else name
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
 def _advertised(bind: str, host: str) -> str:
