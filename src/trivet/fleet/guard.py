@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for Trivet, which stops things in order
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     while child.poll() is None and not asked_to_stop and not _pipe_closed():
-        pass
+        _reap_orphans(child.pid)
     if child.poll() is None:
         child.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + grace_s
@@ -58,6 +58,13 @@ def _pipe_closed() -> bool:
     """Waits a moment; True once the other end of standard input is closed."""
     readable, _, _ = select.select([0], [], [], _POLL_S)
     return bool(readable) and os.read(0, 4096) == b""
+
+
+def _reap_orphans(child: int) -> None:
+    """Reaps descendants that lost their parent and have ended; not the command, whose status ``Popen`` reads."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != child:
+            os.waitpid(ended.si_pid, 0)
 
 
 def _end_all(group: int) -> None:

@@ -16,6 +16,8 @@ from trivet.fleet import guard
 GRACE_S = 10.0
 """How long an engine may take to end after SIGTERM. Work in flight was drained before, by the gateway."""
 
+_POLL_S = 0.05
+
 
 class GuardedProcess:
     """A command under ``guard``: nothing of it outlives it, or this process."""
@@ -67,12 +69,12 @@ class GuardedProcess:
 
     async def kill(self) -> None:
         """Ends it at once, without grace for the command; for one that is broken."""
-        if self._process.returncode is None:
-            children = _children_of(self.pid)
-            for child in children:
+        while self._process.returncode is None:
+            for child in _children_of(self.pid):  # none yet if the guard has only just been started
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(child, signal.SIGKILL)
-        await self._process.wait()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), _POLL_S)
 
     def family(self) -> dict[int, str]:
         """The processes below the engine's server that vLLM titles ``VLLM::EngineCore`` or ``VLLM::Worker``, by id."""

@@ -154,12 +154,13 @@ class Fleet:
                     status.ready_since = time.monotonic()
                     self._change(status, State.READY)
                     problem = await self._until_broken(status, process)
-            finally:
-                if not self._stopping:
-                    await process.kill()
+            except Exception:
+                await process.kill()
+                raise
             status.problem = problem
+            self._change(status, State.FAILED)  # told first: ending what is left takes a moment
+            await process.kill()
             if not self._started.is_set():
-                self._change(status, State.FAILED)
                 raise EngineFailedError(
                     f"engine {status.plan.name} {problem}",
                     mend=f"its log is {status.log}",
@@ -169,7 +170,6 @@ class Fleet:
                 status.failures = 0
             status.failures += 1
             status.ready_since = None
-            self._change(status, State.FAILED)
             await asyncio.sleep(_BACKOFF_S[min(status.failures, len(_BACKOFF_S)) - 1])
 
     async def _until_ready(self, status: EngineStatus, process: GuardedProcess) -> str | None:
