@@ -1,7 +1,7 @@
 import pytest
 
 from helpers.engines import HANDED_OVER
-from trivet.connectors import CONNECTORS, Handshake, NixlConnector, Side, connector
+from trivet.connectors import CONNECTORS, NixlConnector, Side, connector
 
 NIXL = NixlConnector()
 
@@ -21,7 +21,6 @@ def test_an_unknown_connector_is_a_key_error():
 
 
 def test_prefill_comes_first_and_decode_makes_the_first_token():
-    assert NIXL.handshake is Handshake.SEQUENTIAL
     assert NIXL.hands_over_first_token is False
 
 

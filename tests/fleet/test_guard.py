@@ -277,7 +277,9 @@ def test_orphans_that_end_while_the_command_runs_leave_no_zombies(guarding):
 
 def test_a_zombie_of_somebody_else_does_not_keep_the_guard(guarding):
     """The command never waits for its child; both are gone at the end."""
-    parent = "import os, time\nif os.fork() == 0: os._exit(0)\nopen('pids', 'a').write(f'{os.getpid()}\\n')\ntime.sleep(60)"
+    parent = (
+        "import os, time\nif os.fork() == 0: os._exit(0)\nopen('pids', 'a').write(f'{os.getpid()}\\n')\ntime.sleep(60)"
+    )
     one = guarding(sys.executable, "-c", parent)
     (command,) = one.children()
     assert until(lambda: [state_of(pid) for pid in below(command)] == ["Z"])

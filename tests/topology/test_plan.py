@@ -342,7 +342,9 @@ def test_tensor_parallel_size_follows_from_the_gpus_or_is_given(flag, gpus):
 
 def test_gpus_and_tensor_parallel_must_agree():
     text = "tiers:\n  mixed:\n    gpus: [0]\n    tensor_parallel: 2\n"
-    expected = "trivet.yaml:2: mixed-0: 1 GPU(s) for tensor_parallel 2 -> name as many GPUs as tensor_parallel says"
+    expected = (
+        "trivet.yaml:2: mixed-0: 1 GPU(s) for tensor_parallel 2 -> name as many GPUs as its parallel sizes multiply to"
+    )
     assert refusal(text, gpu()) == expected
 
 
@@ -488,9 +490,34 @@ def test_without_prefill_no_connector_is_needed(text):
     assert "kv-transfer-config" not in names(plan.engine("mixed-0"))
 
 
-def test_nothing_needs_to_be_installed_for_engines_that_others_start():
+def test_the_connectors_package_is_not_needed_for_engines_that_others_start():
     text = "tiers: {prefill: {engines: [{url: http://a:1}]}, decode: {engines: [{host: b, port: 2}]}}"
-    assert len(plan_of(text, Machine((0,), 0, None, None, lambda _: False)).engines) == 2
+    assert len(plan_of(text, Machine((0,), 0, "0.32.0", "cpu", lambda _: False)).engines) == 2
+
+
+def test_the_gateway_needs_vllm_even_if_others_start_all_engines():
+    text = "tiers: {mixed: {engines: [{url: http://a:1}]}}"
+    problem = refusal(text, Machine((0,), 0, None, None, lambda _: False), MissingPackageError)
+    assert problem.startswith("vLLM is not installed -> pip install ")
+
+
+def test_a_beginning_of_a_flag_that_is_trivets_is_refused_too():
+    for flag, field in (("--tensor-parallel", "tensor_parallel"), ("--hos", "bind"), ("--kv-transfer", "kv")):
+        assert f"use {field} instead" in refusal(f"tiers: {{mixed: {{flags: ['{flag}', x]}}}}", cpu())
+
+
+def test_pipeline_stages_and_data_parallel_ranks_have_gpus_of_their_own():
+    text = "tiers: {mixed: {tensor_parallel: 2, flags: {pipeline-parallel-size: 2}}}"
+    assert plan_of(text, gpu(4)).engine("mixed-0").gpus == (0, 1, 2, 3)
+    text = "tiers: {mixed: {gpus: [0, 1, 2, 3], flags: {data-parallel-size: 2}}}"
+    assert value(plan_of(text, gpu(4)).engine("mixed-0"), "tensor-parallel-size") == "2"
+    text = "tiers: {mixed: {gpus: [0, 1], tensor_parallel: 2, flags: {data-parallel-size: 2}}}"
+    assert "2 GPU(s) for tensor_parallel 2 and 2 pipeline stages or data-parallel ranks" in refusal(text, gpu(4))
+
+
+def test_an_engines_key_is_given_to_it_and_sent_by_the_gateway():
+    engine = plan_of("tiers: {mixed: {engines: [{api_key: secret}]}}", cpu()).engine("mixed-0")
+    assert (engine.api_key, variable(engine, "VLLM_API_KEY")) == ("secret", "secret")
 
 
 # who starts an engine, and where it is

@@ -43,7 +43,14 @@ def console_error(error: TrivetError) -> None:
 
 def read_topology(path: Path | None) -> Topology:
     """The topology of a file, or the demo's."""
-    return parse_topology(TEMPLATE, "the demo topology") if path is None else load_topology(path)
+    if path is None:
+        return parse_topology(TEMPLATE, "the demo topology")
+    topology = load_topology(path)
+    tokenizer = topology.model.tokenizer
+    if tokenizer and (path.parent / tokenizer).is_dir():  # relative to the file, as the model's folder is
+        model = topology.model.model_copy(update={"tokenizer": str((path.parent / tokenizer).resolve())})
+        topology = topology.model_copy(update={"model": model})
+    return topology
 
 
 def model_folder(topology: Topology, path: Path | None, *, make: bool = True) -> str:

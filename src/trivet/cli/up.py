@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -87,15 +88,14 @@ async def running(plan: Plan, console: Console, stop: asyncio.Event) -> AsyncIte
 
 @contextlib.asynccontextmanager
 async def stop_signals() -> AsyncIterator[asyncio.Event]:
-    """An event that Ctrl-C or SIGTERM sets; the second one ends this process as it would have without Trivet."""
+    """An event that Ctrl-C or SIGTERM sets; the second one ends this process at once."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def on_signal(number: signal.Signals) -> Callable[[], None]:
         def handle() -> None:
             if stop.is_set():
-                loop.remove_signal_handler(number)
-                signal.raise_signal(number)
+                os._exit(128 + number)  # engines and workers see their pipes close, and end
             stop.set()
 
         return handle

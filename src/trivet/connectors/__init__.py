@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from trivet.connectors.base import Connector, EngineSettings, Handshake, Need, Side
+from trivet.connectors.base import Connector, EngineSettings, Need, Side
 from trivet.connectors.nixl import NixlConnector
 
-__all__ = ["CONNECTORS", "Connector", "EngineSettings", "Handshake", "Need", "Side", "connector"]
+__all__ = ["CONNECTORS", "Connector", "EngineSettings", "Need", "Side", "connector"]
 
 CONNECTORS: dict[str, Connector] = {one.name: one for one in (NixlConnector(),)}
 """Every connector that Trivet speaks, by the name vLLM gives it."""

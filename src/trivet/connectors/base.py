@@ -15,13 +15,6 @@ class Side(StrEnum):
     DECODE = "decode"
 
 
-class Handshake(StrEnum):
-    """In which order the legs of a request run, and what the gateway carries between them."""
-
-    SEQUENTIAL = "sequential"
-    """Prefill first; what it answers with is handed to decode unread."""
-
-
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """What a connector adds to an engine's start."""
@@ -61,11 +54,6 @@ class Connector(Protocol):
         ...
 
     @property
-    def handshake(self) -> Handshake:
-        """The order of the legs."""
-        ...
-
-    @property
     def hands_over_first_token(self) -> bool:
         """Whether decode may be given the prompt and prefill's token after it.
 
@@ -102,7 +90,7 @@ class Connector(Protocol):
         ...
 
     def release_params(self, answered: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Parameters of a decode request that is ended at once, so that prefill frees KV nobody will pull.
+        """Parameters of a one-token decode request whose only use is that prefill frees KV nobody else will pull.
 
         None if prefill holds nothing.
         """

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trivet.connectors.base import EngineSettings, Handshake, Need, Side
+from trivet.connectors.base import EngineSettings, Need, Side
 
 # Without these, decode claims the tokens, starts no transfer, and the request is parked for ever.
 _DECODE_NEEDS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
@@ -23,7 +23,6 @@ class NixlConnector:
 
     name = "NixlConnector"
     devices = frozenset({"cpu", "cuda"})
-    handshake = Handshake.SEQUENTIAL
     hands_over_first_token = False
     bytes_metric = "vllm:nixl_bytes_transferred_sum"
 

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 
+_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.1
 
@@ -29,7 +30,8 @@ def main(arguments: list[str]) -> int:
     grace_s = float(arguments[0])
     command = arguments[arguments.index("--") + 1 :]
     # Descendants that lose their parent become ours instead of init's, so that they can be found and ended.
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     asked_to_stop = False
 
     def on_signal(*_: object) -> None:
@@ -38,7 +40,12 @@ def main(arguments: list[str]) -> int:
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for Trivet, which stops things in order
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),  # should the guard itself be killed
+    )
     while child.poll() is None and not asked_to_stop and not _pipe_closed():
         _reap_orphans(child.pid)
     if child.poll() is None:

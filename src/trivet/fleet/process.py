@@ -13,10 +13,17 @@ from pathlib import Path
 
 from trivet.fleet import guard
 
+_NOT_INHERITED = frozenset({"VLLM_API_KEY"})
+"""A key for the gateway's clients; an engine that took it would refuse the gateway."""
+
 GRACE_S = 10.0
 """How long an engine may take to end after SIGTERM. Work in flight was drained before, by the gateway."""
 
 _POLL_S = 0.05
+
+
+_PF_EXITING = 0x4
+"""Of the flags in ``/proc/PID/stat`` (Linux, ``include/linux/sched.h``)."""
 
 
 class GuardedProcess:
@@ -30,6 +37,7 @@ class GuardedProcess:
     async def start(cls, command: Sequence[str], env: Mapping[str, str], log: Path) -> GuardedProcess:
         """Starts ``command`` with ``env`` added to this process's environment; output goes to ``log``, appended."""
         log.parent.mkdir(parents=True, exist_ok=True)
+        inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -41,7 +49,7 @@ class GuardedProcess:
                 stdin=asyncio.subprocess.PIPE,  # the lifeline: closed when we are gone
                 stdout=output,
                 stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, **env},
+                env={**inherited, **env},
                 start_new_session=True,
             )
         return cls(process, log)
@@ -97,13 +105,16 @@ def lost(family: Mapping[int, str]) -> str | None:
 
 
 def _name_of(pid: int) -> str | None:
-    """The title of a process, None if it is gone or a zombie."""
+    """The title of a process; None if it is gone, a zombie, or ending (giving gigabytes back takes a while)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1")
     except OSError:
         return None
     name, _, rest = stat.partition("(")[2].rpartition(")")
-    return None if rest.split()[0] in "ZX" else name
+    fields = rest.split()
+    if fields[0] in "ZX" or int(fields[6]) & _PF_EXITING:
+        return None
+    return name
 
 
 def _children_of(pid: int) -> list[int]:

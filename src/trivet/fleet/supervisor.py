@@ -22,6 +22,8 @@ from trivet.topology.plan import EnginePlan, Plan
 _POLL_S = 0.3
 _SILENCE_S = 30.0
 """An engine that has answered nothing for so long is out of service; a busy one may be slow to answer."""
+_LAST_WORDS_S = 1.0
+"""An engine that breaks off an answer has often just ended, which says more; its guard notices a moment later."""
 _START_LIMIT_S = 1800.0
 _BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)
 _STEADY_S = 120.0
@@ -195,9 +197,10 @@ class Fleet:
         ending = asyncio.ensure_future(process.wait())
         try:
             await asyncio.wait([asking, ending], return_when=asyncio.FIRST_COMPLETED)
-            if asking.done():
-                return str(asking.result()) if asking.result() is not None else None
-            return _ended(process)
+            if asking.done() and asking.result() is not None:
+                await asyncio.wait([ending], timeout=_LAST_WORDS_S)
+                return _ended(process) or str(asking.result())
+            return None if asking.done() else _ended(process)
         finally:
             asking.cancel()
             ending.cancel()
@@ -242,12 +245,12 @@ class Fleet:
                 if status.state is not State.READY:
                     found = await probe.version(self._session, plan.url)
                     if found is not None and is_too_old(found):
-                        needed = ".".join(str(part) for part in OLDEST_VLLM)
-                        raise EngineFailedError(
-                            f"engine {plan.name} at {plan.url} is vLLM {found}",
-                            mend=f"Trivet needs {needed} or newer",
-                        )
-                    status.problem = await probe.canary(self._session, plan.url, self._model, plan.api_key)
+                        needed = f"Trivet needs {'.'.join(str(part) for part in OLDEST_VLLM)} or newer"
+                        if not self._started.is_set():
+                            raise EngineFailedError(f"engine {plan.name} at {plan.url} is vLLM {found}", mend=needed)
+                        status.problem = f"is vLLM {found}; {needed}"
+                    else:
+                        status.problem = await probe.canary(self._session, plan.url, self._model, plan.api_key)
                     if status.problem is None:
                         await self._learn(status)
                         status.generation += 1

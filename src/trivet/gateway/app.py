@@ -19,11 +19,15 @@ from trivet.surface.http import ASGIApp, Message, Receive, Scope, Send, answer, 
 
 _GENERATING = (
     "/v1/chat/completions",
+    "/v1/chat/completions/batch",
     "/v1/completions",
     "/v1/responses",
     "/v1/messages",
     "/inference/v1/generate",
+    "/invocations",
 )
+
+_GUARDED_BY_VLLM = ("/v1", "/v2", "/inference", "/cohere")
 
 
 class GatewayApp:
@@ -61,6 +65,10 @@ class GatewayApp:
             return
         method, path = scope["method"], scope["path"]
         if method in ("GET", "HEAD") and await self._own(scope, path, send):
+            return
+        if method == "POST" and not path.startswith(_GUARDED_BY_VLLM) and not self._authorized(scope):
+            # vLLM guards its API by prefix and leaves, among others, /invocations and /tokenize open
+            await answer_error(send, 401, "an API key is needed: Authorization: Bearer KEY")
             return
         if method == "POST" and path in _GENERATING:
             await self._generate(scope, receive, send)
@@ -122,6 +130,7 @@ class GatewayApp:
         if (wish := _header(scope, b"x-trivet-serve")) == "colocated":
             record.colocate = "the request asks for it"
         elif wish not in (None, "auto"):
+            self._count(record, 400)
             await answer_error(send, 400, "X-Trivet-Serve is 'auto' or 'colocated'", [id_header])
             return
         if not self._can_serve():

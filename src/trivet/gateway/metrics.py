@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
 
 from trivet.journal import GenerationRecord, RequestRecord
 from trivet.routing.engines import Engines
 
 _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+
+
+class _OfAllWorkers(Collector):
+    """Trivet's metrics out of the files that all workers write, which hold vLLM's as well."""
+
+    def collect(self) -> Iterable[Metric]:
+        files = MultiProcessCollector(CollectorRegistry())  # type: ignore[no-untyped-call]
+        return [family for family in files.collect() if family.name.startswith("trivet_")]  # type: ignore[no-untyped-call]
 
 
 class GatewayMetrics:
@@ -80,15 +90,19 @@ class GatewayMetrics:
                     max(0.0, record.first_token_s - record.prefill_end_s)
                 )
 
-    def text(self, engines: Engines, running: int, releases_pending: int) -> bytes:
-        """The exposition text, with gauges read now."""
+    def sample(self, engines: Engines, running: int, releases_pending: int) -> None:
+        """Reads the gauges."""
         self.running.set(running)
         self.releases.set(releases_pending)
         for view in engines.all():
             self.ready.labels(view.name, view.tier).set(view.ready)
             self.outstanding.labels(view.name, view.tier).set(engines.outstanding_tokens(view.name))
+
+    def text(self, engines: Engines, running: int, releases_pending: int) -> bytes:
+        """The exposition text, with gauges read now; of all workers where there are several."""
+        self.sample(engines, running, releases_pending)
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
             summed = CollectorRegistry()
-            MultiProcessCollector(summed)  # type: ignore[no-untyped-call]
+            summed.register(_OfAllWorkers())
             return generate_latest(summed)
         return generate_latest(self.registry)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from prometheus_client.multiprocess import mark_process_dead
 
 from trivet.errors import EngineFailedError, PortInUseError, TrivetError
 from trivet.fleet.process import tail
@@ -52,19 +53,29 @@ def new_run_dir() -> Path:
     """A fresh folder for the logs of one run; the oldest ones are removed."""
     runs = state_dir() / "runs"
     runs.mkdir(parents=True, exist_ok=True)
-    for old in sorted(runs.iterdir())[: -_KEPT_RUNS + 1]:
+    ended = [run for run in sorted(runs.iterdir()) if not _is_running(run.name.rpartition("-")[2])]
+    for old in ended[: max(0, len(ended) - _KEPT_RUNS + 1)]:
         shutil.rmtree(old, ignore_errors=True)
     path = runs / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     path.mkdir()
     return path
 
 
+def _is_running(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except PermissionError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def last_url() -> str | None:
     """The address of the service that was started last and still runs, for commands that are given none."""
     try:
         value = json.loads((state_dir() / "last.json").read_text(encoding="utf-8"))
-        os.kill(int(value["pid"]), 0)
-        return str(value["url"])
+        return str(value["url"]) if _is_running(str(value["pid"])) else None
     except (OSError, ValueError, KeyError):
         return None
 
@@ -78,8 +89,8 @@ class Service:
         self._observe = observe
         self._fleet = Fleet(plan, run_dir, self._engine_changed)
         self._socket = _bind(plan.topology.gateway.host, plan.topology.gateway.port)
+        self._address: tuple[str, int] = self._socket.getsockname()[:2]
         self._workers: list[_Worker] = []
-        self._broken: asyncio.Future[None] | None = None
 
     @property
     def fleet(self) -> Fleet:
@@ -89,7 +100,7 @@ class Service:
     @property
     def url(self) -> str:
         """Where clients come in; ``127.0.0.1`` for a gateway that listens everywhere."""
-        host, port = self._socket.getsockname()[:2]
+        host, port = self._address
         if host in ("0.0.0.0", "::"):
             host = "127.0.0.1"
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -137,9 +148,9 @@ class Service:
 
     async def _stop(self) -> None:
         """Workers first, which let running requests end; then the engines."""
+        self._socket.close()  # or the system would go on taking connections that nobody will accept
         await asyncio.gather(*(worker.stop() for worker in self._workers))
         await self._fleet.stop()
-        self._socket.close()
 
     def _engine_changed(self, status: EngineStatus) -> None:
         detail = status.problem or ""
@@ -220,6 +231,8 @@ class _Worker:
         while True:
             assert self._process is not None
             status = await self._process.wait()
+            if self._metrics_dir is not None:
+                mark_process_dead(self._process.pid, str(self._metrics_dir))  # type: ignore[no-untyped-call]
             self._observe(Event(self._name, "failed", f"ended with status {status}; its log is {self._log}"))
             await asyncio.sleep(_BACKOFF_S)
             try:
@@ -260,7 +273,8 @@ class _Worker:
             report_fd=report_out,
             flags=self._plan.render_flags,
             connector=self._plan.connector.name if self._plan.connector else None,
-            api_keys=tuple(gateway.api_keys),
+            # as vLLM: keys that are given win over the environment's
+            api_keys=tuple(gateway.api_keys or filter(None, [os.environ.get("VLLM_API_KEY")])),
             drain_s=gateway.drain_s,
         )
         assert process.stdin is not None

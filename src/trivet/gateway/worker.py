@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import socket
 import sys
@@ -27,6 +28,7 @@ from trivet.legs.life import Legs
 from trivet.legs.wire import open_session
 from trivet.routing.engines import Engines, EngineView
 
+_SAMPLE_S = 1.0
 _LINE_LIMIT_BYTES = 16 * 2**20
 
 
@@ -86,7 +88,7 @@ async def _serve(config: WorkerConfig, news: asyncio.StreamReader) -> None:
                     log_level="warning",
                     server_header=False,
                     timeout_keep_alive=75,
-                    timeout_graceful_shutdown=int(config.drain_s) or 1,
+                    timeout_graceful_shutdown=math.ceil(config.drain_s),
                 )
             )
 
@@ -95,16 +97,24 @@ async def _serve(config: WorkerConfig, news: asyncio.StreamReader) -> None:
                     state.clear()
                     state.update(orjson.loads(line))
                     engines.update(EngineView.parse(one) for one in state["engines"])
+                    metrics.sample(engines, frontend.core.running, legs.releases_pending)
                     for one in state["engines"]:
                         one.pop("api_key", None)  # not for /trivet/status
                 server.should_exit = True
 
             listener = asyncio.create_task(listen_to_fleet())
+
+            async def sample() -> None:
+                while True:  # another worker may be asked for the sum of all
+                    metrics.sample(engines, frontend.core.running, legs.releases_pending)
+                    await asyncio.sleep(_SAMPLE_S)
+
+            sampler = asyncio.create_task(sample())
             reporter = asyncio.create_task(_report_when_started(server, config.report_fd))
             try:
                 await server.serve(sockets=[socket.socket(fileno=config.listen_fd)])
             finally:
-                for task in (listener, reporter):
+                for task in (listener, reporter, sampler):
                     task.cancel()
                     with contextlib.suppress(asyncio.CancelledError):
                         await task

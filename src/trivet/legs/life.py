@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -226,9 +227,13 @@ class Legs:
         task.add_done_callback(self._background.discard)
 
     async def _release_now(self, request: TokenRequest, params: Mapping[str, Any]) -> None:
-        body = decode_body(
-            replace(request, sampling={"max_tokens": 1, "temperature": 0.0, "detokenize": False}), params
+        # A salt of its own: should prefill have freed the blocks already, decode must not cache what it reads there.
+        releasing = replace(
+            request,
+            sampling={"max_tokens": 1, "temperature": 0.0, "detokenize": False},
+            cache_salt=f"release-{uuid.uuid4().hex}",
         )
+        body = decode_body(releasing, params)
         try:
             async with asyncio.timeout(_RELEASE_TIMEOUT_S):
                 for engine in self._engines.ready("decode"):

@@ -96,8 +96,10 @@ def flag_value(flags: Sequence[str], name: str) -> str | None:
 def _check_flags(flags: list[str]) -> list[str]:
     for name in flag_names(flags):
         whole = name.partition(".")[0]  # --kv-transfer-config.kv_role is a part of --kv-transfer-config to vLLM
-        if whole in OWN_FLAGS:
-            raise ValueError(f"--{name} is set by Trivet: use {OWN_FLAGS[whole]} instead")
+        for own, instead in OWN_FLAGS.items():
+            # vLLM's parser takes beginnings of names too
+            if own == whole or (len(whole) > 2 and own.startswith(whole)):
+                raise ValueError(f"--{name} is set by Trivet: use {instead} instead")
     return flags
 
 
@@ -188,7 +190,7 @@ class Engine(_EngineFields):
 
     name: str | None = Field(None, pattern=r"^[a-zA-Z0-9][a-zA-Z0-9_.-]*$")
     url: str | None = Field(None, description="an engine that someone else started; nothing else is needed then")
-    api_key: str | None = Field(None, description="what that engine wants as a bearer token")
+    api_key: str | None = Field(None, description="what it wants as a bearer token; given to those started by Trivet")
     host: str = Field("local", description="where it runs; anything but `local` is started there: trivet engine NAME")
     bind: str | None = Field(None, description="address it listens on: 127.0.0.1, or 0.0.0.0 on another host")
     advertise: str | None = Field(None, description="how the others reach it: the bind address, or the host's name")

@@ -175,8 +175,7 @@ class _Planner:
                 )
         self._check_equal(engines)
         self._check_reach(merged)
-        if any(one.started_by == "trivet" for one in engines):
-            self._check_packages({one.device for one in engines if one.started_by == "trivet"})
+        self._check_packages({one.device for one in engines if one.started_by == "trivet"})
         return Plan(
             topology=self._topology,
             model=self._model,
@@ -200,13 +199,16 @@ class _Planner:
                         f"{entry.device}",
                         mend=f"it runs on {', '.join(sorted(self._connector.devices))}",
                     )
+                if entry.engine.url is not None:
+                    yield entry
+                    continue
                 if entry.device == "cpu" and entry.gpus:
                     raise TopologyError(f"{entry.where(self._topology)}: {entry.name}: a CPU engine has no gpus")
-                if entry.gpus and len(entry.gpus) != entry.tensor_parallel:
+                if entry.gpus and len(entry.gpus) != self._gpus_wanted(entry):
                     raise TopologyError(
                         f"{entry.where(self._topology)}: {entry.name}: {len(entry.gpus)} GPU(s) for tensor_parallel "
-                        f"{entry.tensor_parallel}",
-                        mend="name as many GPUs as tensor_parallel says",
+                        f"{self._tensor_parallel(entry)}{self._other_parts(entry)}",
+                        mend="name as many GPUs as its parallel sizes multiply to",
                     )
                 yield entry
 
@@ -253,6 +255,23 @@ class _Planner:
                 f"{entry.where(self._topology)}: {entry.name}: --{flag} is {value!r}", mend="give a number"
             ) from None
 
+    def _tensor_parallel(self, entry: _Entry) -> int:
+        """As the topology says; else over all GPUs that it names."""
+        return entry.tensor_parallel or max(1, len(entry.gpus or ()) // self._replicated(entry))
+
+    def _gpus_wanted(self, entry: _Entry) -> int:
+        return self._tensor_parallel(entry) * self._replicated(entry)
+
+    def _replicated(self, entry: _Entry) -> int:
+        """Pipeline stages times local data-parallel ranks."""
+        stages = self._number(entry, "pipeline-parallel-size") or 1
+        ranks = self._number(entry, "data-parallel-size-local") or self._number(entry, "data-parallel-size") or 1
+        return max(1, int(stages) * int(ranks))
+
+    def _other_parts(self, entry: _Entry) -> str:
+        parts = self._replicated(entry)
+        return f" and {parts} pipeline stages or data-parallel ranks" if parts > 1 else ""
+
     def _flags(self, entry: _Entry) -> tuple[str, ...]:
         return (*self._topology.flags, *entry.tier_model.flags, *entry.engine.flags)
 
@@ -280,6 +299,8 @@ class _Planner:
                 settings[name] = Setting(name, value, reason)
             for name, (value, reason) in kv.env.items():
                 env[name] = Setting(name, value, reason)
+        if engine.api_key:
+            env["VLLM_API_KEY"] = Setting("VLLM_API_KEY", engine.api_key, "its clients must send it; the gateway does")
         given = set(flag_names(own_flags))
         given |= {name.removeprefix("no-") for name in given}
         for source in (self._topology.env, entry.tier_model.env, engine.env):
@@ -300,6 +321,7 @@ class _Planner:
             settings=tuple(setting for name, setting in settings.items() if name not in given),
             own_flags=own_flags,
             env=tuple(env.values()),
+            api_key=engine.api_key,
         )
 
     def _common_settings(self, entry: _Entry, bind: str, port: int, memory: float | None) -> Iterator[Setting]:
@@ -321,8 +343,8 @@ class _Planner:
         batched, sequences, why_batched, why_sequences = _TIER_LIMITS[entry.device][entry.tier]
         yield Setting("max-num-batched-tokens", str(batched), why_batched)
         yield Setting("max-num-seqs", str(sequences), why_sequences)
-        if entry.tensor_parallel > 1:
-            yield Setting("tensor-parallel-size", str(entry.tensor_parallel), "from the topology")
+        if (parts := self._tensor_parallel(entry)) > 1:
+            yield Setting("tensor-parallel-size", str(parts), "from the topology")
         if memory is not None:
             reason = "of the memory of its GPU(s); no more than 0.95 with the engines it shares them with"
             yield Setting("gpu-memory-utilization", f"{memory:g}", reason)
@@ -398,7 +420,7 @@ class _Planner:
             host = entry.engine.host
             named = {gpu for e in cuda if e.engine.host == host for gpu in e.gpus or ()}
             picked: list[int] = []
-            while len(picked) < entry.tensor_parallel:
+            while len(picked) < self._gpus_wanted(entry):
                 if next_free[host] not in named:
                     picked.append(next_free[host])
                 next_free[host] += 1
@@ -476,7 +498,7 @@ class _Planner:
     def _check_packages(self, devices: set[str]) -> None:
         version = self._machine.vllm
         if version is None:
-            extra = "cpu" if devices == {"cpu"} else "cuda"
+            extra = "cuda" if "cuda" in devices or self._machine.gpus else "cpu"
             raise MissingPackageError("vLLM is not installed", mend=f"pip install 'trivet[{extra}]' (see README)")
         if is_too_old(version):
             needed = ".".join(str(part) for part in OLDEST_VLLM)
@@ -554,8 +576,8 @@ class _Entry:
         return self.engine.bind or ("127.0.0.1" if self.engine.host == "local" else "0.0.0.0")
 
     @property
-    def tensor_parallel(self) -> int:
-        return self.engine.tensor_parallel or self.tier_model.tensor_parallel or len(self.gpus or ()) or 1
+    def tensor_parallel(self) -> int | None:
+        return self.engine.tensor_parallel or self.tier_model.tensor_parallel
 
     @property
     def gpu_memory_utilization(self) -> float | None:

@@ -26,7 +26,16 @@ class PortBook:
         self._locks: list[int] = []
 
     def set_aside(self, port: int) -> None:
-        """Keeps a port for someone who takes it without this book."""
+        """Keeps a port for the gateway, which binds it itself and listens only once it can serve.
+
+        Raises:
+            PortInUseError: another Trivet has it.
+        """
+        if port and not self._hold(port):
+            raise PortInUseError(
+                f"port {port} for the gateway is in use by another Trivet",
+                mend="give another: --port N, or gateway.port in the topology (0: a free one)",
+            )
         self._taken.add(port)
 
     def fixed(self, port: int, host: str, what: str) -> int:
