@@ -95,6 +95,19 @@ def test_log_probabilities(split, plain):
             assert [top.token for top in one.top_logprobs] == [top.token for top in other.top_logprobs]
 
 
+def test_as_many_log_probabilities_as_are_allowed_and_no_more(split, plain):
+    def ask(client, logprobs):
+        return client.completions.create(
+            model="tiny", prompt="lamps and trees", max_tokens=4, temperature=1.5, seed=3, logprobs=logprobs
+        )
+
+    answer, expected = ask(split, 30).choices[0].logprobs, ask(plain, 30).choices[0].logprobs
+    assert answer.tokens == expected.tokens
+    assert [sorted(one) for one in answer.top_logprobs] == [sorted(one) for one in expected.top_logprobs]
+    with pytest.raises(openai.BadRequestError, match="greater than max allowed: 30"):
+        ask(split, 31)
+
+
 def test_models(split, plain):
     assert [m.id for m in split.models.list()] == [m.id for m in plain.models.list()] + ["tiny-alias"]
 
@@ -135,7 +148,6 @@ BAD_INPUT = {
     ),
     "an over-long prompt": (CHAT, {"model": "tiny", "messages": [{"role": "user", "content": "word " * 3000}]}, None),
     "top_logprobs without logprobs": (CHAT, {"model": "tiny", "messages": MESSAGES, "top_logprobs": 3}, None),
-    "too many logprobs": (COMPLETIONS, {"model": "tiny", "prompt": "hi", "logprobs": 31}, None),
     "a tool choice without tools": (CHAT, {"model": "tiny", "messages": MESSAGES, "tool_choice": "required"}, None),
     "an empty prompt": (COMPLETIONS, {"model": "tiny", "prompt": ""}, None),
     "no prompt": (COMPLETIONS, {"model": "tiny"}, None),

@@ -10,11 +10,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from helpers.processes import below, children_of, left_of, lives, pids_in, state_of
+from helpers.processes import WAIT_S, below, children_of, holds, left_of, lives, pids_in, state_of
 from trivet.fleet import process as process_module
 from trivet.fleet.process import GuardedProcess, lost, tail
 
-WAIT_S = 5.0
 TITLED = """
 import ctypes, os, sys, time
 if sys.argv[2:] and os.fork() == 0:
@@ -146,13 +145,11 @@ asyncio.run(main())
     command = (sys.executable, "-c", code, str(log))
     starter = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     guard_pid = int(await asyncio.wait_for(starter.stdout.readline(), WAIT_S))
-    async with asyncio.timeout(WAIT_S):
-        while not (engine := below(guard_pid)):
-            await asyncio.sleep(0.01)
-        starter.kill()
-        await starter.wait()
-        while lives(guard_pid) or state_of(engine[0]):
-            await asyncio.sleep(0.01)
+    await holds(lambda: below(guard_pid))
+    (engine,) = below(guard_pid)
+    starter.kill()
+    await starter.wait()
+    await holds(lambda: not lives(guard_pid) and not state_of(engine))
 
 
 async def test_the_guard_is_the_only_process_of_ours(log):
@@ -163,9 +160,7 @@ async def test_the_guard_is_the_only_process_of_ours(log):
 
 async def told(log, text: str) -> None:
     """Waits for what the command says."""
-    async with asyncio.timeout(WAIT_S):
-        while log.read_text() != text:
-            await asyncio.sleep(0.01)
+    await holds(lambda: log.read_text() == text)
 
 
 # vLLM's own processes
@@ -195,9 +190,7 @@ async def test_a_process_of_the_family_that_dies_is_lost(tmp_path, number):
         family = process.family()
         assert lost(family) is None
         os.kill(pids[number], signal.SIGKILL)
-        async with asyncio.timeout(WAIT_S):
-            while lives(pids[number]):
-                await asyncio.sleep(0.01)
+        await holds(lambda: not lives(pids[number]))
         # nobody above it has reaped it: it may be a zombie
         assert lost(family) == titles[number]
 

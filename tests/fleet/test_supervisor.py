@@ -1,24 +1,23 @@
 """The fleet over engines that are real processes (``helpers/fake_engine.py``) or somebody else's servers."""
 
 import asyncio
+import itertools
 import json
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from helpers import fake_engine
-from helpers.processes import below, left_of
+from helpers.foreign import ForeignEngine
+from helpers.processes import below, holds, left_of
 from trivet.errors import EngineFailedError
 from trivet.fleet import probe, supervisor
 from trivet.fleet.supervisor import EngineStatus, Fleet, State
@@ -85,53 +84,6 @@ class FakeEngine:
         return self.noted("starts")[-1]
 
 
-class ForeignEngine:
-    """An engine that someone else started; on 127.0.0.1 while the block runs."""
-
-    def __init__(self, name: str = "decode-0", *, api_key: str | None = None, started_by: str = "someone else") -> None:
-        self.health: int | None = 200
-        """None closes the connection."""
-        self.version: object = {"version": "0.32.0"}
-        self.canary = 200
-        self.metrics = ""
-        self.keys: list[str | None] = []
-        application = web.Application()
-        application.router.add_get("/health", self._health)
-        application.router.add_get("/version", self._version)
-        application.router.add_get("/metrics", self._metrics)
-        application.router.add_post("/inference/v1/generate", self._generate)
-        self._server = TestServer(application)
-        self._name, self._api_key, self._started_by = name, api_key, started_by
-
-    async def __aenter__(self) -> "ForeignEngine":
-        await self._server.start_server()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._server.close()
-
-    @property
-    def plan(self) -> EnginePlan:
-        url = str(self._server.make_url("")).rstrip("/")
-        tier = self._name.partition("-")[0]
-        return EnginePlan(self._name, tier, url, "cuda", self._started_by, api_key=self._api_key)
-
-    async def _health(self, request: web.Request) -> web.Response:
-        if self.health is None:
-            request.transport.abort()
-        return web.Response(status=self.health or 500)
-
-    async def _version(self, _: web.Request) -> web.Response:
-        return web.json_response(self.version)
-
-    async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(text=self.metrics)
-
-    async def _generate(self, request: web.Request) -> web.Response:
-        self.keys.append(request.headers.get("Authorization"))
-        return web.Response(status=self.canary, text="why not")
-
-
 @dataclass(frozen=True)
 class News:
     """What the fleet's listener was told, and when."""
@@ -188,12 +140,6 @@ async def refusal(fleet: Fleet) -> EngineFailedError:
     with pytest.raises(EngineFailedError) as caught:
         await asyncio.wait_for(fleet.start(), WAIT_S)
     return caught.value
-
-
-async def holds(true: Callable[[], object]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not true():
-            await asyncio.sleep(0.005)
 
 
 # start
@@ -353,9 +299,7 @@ async def test_pauses_between_starts_grow(tmp_path, monkeypatch):
         os.kill(engine.pid, signal.SIGKILL)
         await fleet.said(State.STARTING, times=6)
         told = [one for one in fleet.news if one.generation > 1 or one.state == "failed"]
-        pauses = [
-            after.at_s - before.at_s for before, after in zip(told, told[1:], strict=False) if after.state == "starting"
-        ]
+        pauses = [after.at_s - before.at_s for before, after in itertools.pairwise(told) if after.state == "starting"]
         for pause, least in zip(pauses, (0.0, 0.2, 0.4, 0.4), strict=True):
             assert least <= pause < least + 0.35
         assert [one.problem for one in told if one.state == "failed"][1:] == ["ended with exit status 3"] * 3

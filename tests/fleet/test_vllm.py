@@ -109,12 +109,18 @@ def test_without_cores_of_its_own_an_engine_goes_where_it_wants(env):
     assert calls == [[0, [0]], [0, [1, 7]], [0, [6, 7]], [0, list(range(8))], [0, [3]], [4711, [1]]]
 
 
+GO = """
+import os, sys, trivet.fleet.vllm
+os.sched_setaffinity(0, {int(sys.argv[1])})
+print(*os.sched_getaffinity(0))
+"""
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core is every core")
 def test_the_system_is_asked_with_the_engines_cores():
-    code = "import os, sys, trivet.fleet.vllm; os.sched_setaffinity(0, {int(sys.argv[1])}); print(*os.sched_getaffinity(0))"
     own, other = sorted(os.sched_getaffinity(0))[:2]
-    assert python("-c", code, str(other), TRIVET_CPU_CORES=str(own)) == str(own)
-    assert python("-c", code, str(other)) == str(other)
+    assert python("-c", GO, str(other), TRIVET_CPU_CORES=str(own)) == str(own)
+    assert python("-c", GO, str(other)) == str(other)
 
 
 # NIXL's progress thread

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -50,6 +51,17 @@ def until(true: Callable[[], object], within_s: float = WAIT_S) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+async def holds(true: Callable[[], object], within_s: float = WAIT_S) -> None:
+    """Waits until something is true, letting other tasks run.
+
+    Raises:
+        TimeoutError: it did not become so.
+    """
+    async with asyncio.timeout(within_s):
+        while not true():  # noqa: ASYNC110  (processes have no events)
+            await asyncio.sleep(0.005)
 
 
 def pids_in(file: Path, count: int = 1, within_s: float = WAIT_S) -> list[int]:

@@ -1,3 +1,4 @@
+import itertools
 import json
 import shlex
 import socket
@@ -191,7 +192,20 @@ def test_a_flag_of_the_topology_takes_the_place_of_trivets(written, place):
     name = written.split()[0].split("=")[0].removeprefix("--").removeprefix("no-").replace("_", "-")
     assert name not in names(engine)
     assert list(engine.own_flags) == written.split()
-    assert engine.arguments()[-len(written.split()) :] == written.split()
+    own = len(engine.arguments()) - len(["--max-logprobs", "21"])
+    assert engine.arguments()[own - len(written.split()) : own] == written.split()
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [("[]", ["21"]), ("{max-logprobs: 5}", ["5", "6"]), ("[--max-logprobs=0]", ["1"]), ("{max-logprobs: -1}", ["-1"])],
+)
+def test_engines_allow_one_more_logprob_than_clients_may_ask_for(flags, expected):
+    plan = plan_of(f"flags: {flags}\n{SPLIT}", cpu())
+    for engine in plan.engines:
+        given = [b for a, b in itertools.pairwise(engine.arguments()) if a == "--max-logprobs"]
+        assert given == expected
+    assert "21" not in plan.render_flags
 
 
 @pytest.mark.parametrize(

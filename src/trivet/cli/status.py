@@ -68,7 +68,10 @@ async def _ask(gateway: str, api_key: str | None) -> dict[str, Any]:
                 raise TrivetError(f"{gateway} wants an API key", mend="--api-key KEY, or TRIVET_API_KEY")
             if answer.status != 200:
                 raise TrivetError(f"{gateway} answers HTTP {answer.status}", mend="is it a Trivet gateway?")
-            return dict(await answer.json())
+            facts = await answer.json()
+            if not isinstance(facts, dict) or "engines" not in facts:
+                raise TrivetError(f"{gateway} answers with something else", mend="is it a Trivet gateway?")
+            return facts
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
         raise TrivetError(
             f"{gateway} does not answer ({type(error).__name__})", mend="is `trivet up` running there?"

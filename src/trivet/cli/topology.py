@@ -73,6 +73,8 @@ def _show_engine(engine: EnginePlan) -> None:
         out.print(f"  --{setting.name}{escape(value)}  [dim]# {escape(setting.reason)}[/]", soft_wrap=True)
     if engine.own_flags:
         out.print(f"  {escape(' '.join(engine.own_flags))}  [dim]# from the topology[/]", soft_wrap=True)
+    for setting in engine.last_settings:
+        out.print(f"  --{setting.name} {setting.value}  [dim]# {escape(setting.reason)}[/]", soft_wrap=True)
     for variable in engine.env:
         out.print(
             f"  {variable.name}={escape(variable.value or '')}  [dim]# {escape(variable.reason)}[/]", soft_wrap=True

@@ -126,6 +126,7 @@ class Service:
             raise
         self._publish()
         record = {"pid": os.getpid(), "url": self.url, "run_dir": str(self.run_dir)}
+        state_dir().mkdir(parents=True, exist_ok=True)  # not there yet if the run's folder lies elsewhere
         (state_dir() / "last.json").write_text(json.dumps(record), encoding="utf-8")
         return self
 

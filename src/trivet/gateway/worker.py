@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import math
 import os
+import signal
 import socket
 import sys
 from dataclasses import asdict, dataclass
@@ -111,6 +112,8 @@ async def _serve(config: WorkerConfig, news: asyncio.StreamReader) -> None:
 
             sampler = asyncio.create_task(sample())
             reporter = asyncio.create_task(_report_when_started(server, config.report_fd))
+            # uvicorn, when it is done, raises the signal again that ended it; what follows must still be done
+            signal.signal(signal.SIGTERM, lambda *_: None)
             try:
                 await server.serve(sockets=[socket.socket(fileno=config.listen_fd)])
             finally:

@@ -61,7 +61,12 @@ class SplitCore:
         """
         if getattr(request, "abort_immediately", False):
             return  # asks a connector to clean up; the legs do that themselves
-        token_request = _token_request(request, self._served_name)
+        try:
+            token_request = _token_request(request, self._served_name)
+        except GracefulHTTPError:
+            if self._processor is not None:  # AsyncLLM has registered it, and forgets only what it has given us
+                self._processor.abort_requests([request.request_id], internal=True)
+            raise
         task = asyncio.create_task(self._run(request, token_request), name=f"generation {request.request_id}")
         self._tasks[request.request_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(request.request_id, None))

@@ -7,6 +7,7 @@ import inspect
 from argparse import Namespace
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import vllm.v1.engine.async_llm as async_llm
@@ -83,20 +84,23 @@ async def open_frontend(flags: Sequence[str], engine: TokenEngine) -> AsyncItera
         ToolParserManager.import_tool_parser(args.tool_parser_plugin)
     if args.reasoning_parser_plugin:
         ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
+    served = list(args.served_model_name or [args.model])
+    core = SplitCore(engine, served[0])
     try:
         config = _config(args)
+        llm = _front_end_llm(config, core)  # reads the tokenizer
+    except TrivetError:
+        raise
     except Exception as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise TrivetError(
             f"the render tier cannot read the model {args.model!r}: {first_line}",
             mend="give a Hugging Face folder (config.json, tokenizer) or a hub name that this machine can reach",
         ) from error
-    served = list(args.served_model_name or [args.model])
-    core = SplitCore(engine, served[0])
-    llm = _front_end_llm(config, core)
     try:
         tasks = await llm.get_supported_tasks()
         app = build_app(args, tasks, config.model_config)
+        app.state.server = SimpleNamespace(should_exit=False)  # vLLM's error handler would stop it with the engine
         await init_app_state(llm, app.state, args, tasks)
         yield Frontend(app, core, served, config.model_config.max_model_len)
     finally:
@@ -124,21 +128,28 @@ def _front_end_llm(config: VllmConfig, core: SplitCore) -> async_llm.AsyncLLM:
     ``AsyncLLM.__init__`` makes its engine core client itself and takes none from outside. For the length of that
     call the factory it uses gives ours.
     """
-    with _core_client(core):
-        llm = async_llm.AsyncLLM(
-            vllm_config=config,
-            executor_class=Executor,  # never made: there is no engine core in this process
-            log_stats=False,
-            log_requests=False,
-        )
+    try:
+        with _core_client(core):
+            llm = async_llm.AsyncLLM(
+                vllm_config=config,
+                executor_class=Executor,  # never made: there is no engine core in this process
+                log_stats=False,
+                log_requests=False,
+            )
+    except AttributeError as error:  # there is no such factory any more, or it is asked for something else
+        raise _unknown_vllm(f": {error}") from error
     if llm.engine_core is not core:
         llm.shutdown()
-        raise TrivetError(
-            "this vLLM builds its engine client in a way that Trivet does not know",
-            mend="use a vLLM that this Trivet was tested with (see README)",
-        )
+        raise _unknown_vllm()
     core.attach(llm.output_processor)
     return llm
+
+
+def _unknown_vllm(detail: str = "") -> TrivetError:
+    return TrivetError(
+        f"this vLLM builds its engine client in a way that Trivet does not know{detail}",
+        mend="use a vLLM that this Trivet was tested with (see README)",
+    )
 
 
 @contextlib.contextmanager

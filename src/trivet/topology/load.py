@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 from pydantic import ValidationError
@@ -13,6 +13,15 @@ from trivet.errors import TopologyError
 from trivet.topology.model import TIERS, Topology
 
 Location = Sequence[str | int]
+
+
+class _Loader(yaml.SafeLoader):
+    """Dates are words here: a model may be called 2026-10-01. (Libraries change SafeLoader itself, too.)"""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
 def load_topology(path: Path) -> Topology:
@@ -37,9 +46,9 @@ def parse_topology(text: str, source: str = "topology") -> Topology:
         TopologyError: see ``load_topology``.
     """
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: 2026-13-40 is a date to YAML
+        root = yaml.compose(text, Loader=_Loader)
+        value = yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{source}:{mark.line + 1}" if mark else source
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]

@@ -56,13 +56,16 @@ class EnginePlan:
     settings: tuple[Setting, ...] = ()
     own_flags: tuple[str, ...] = ()
     """The topology's flags for it, in order."""
+    last_settings: tuple[Setting, ...] = ()
+    """Made from the topology's flags, so they stand behind them."""
     env: tuple[Setting, ...] = ()
     api_key: str | None = None
 
     def arguments(self) -> list[str]:
         """What stands behind ``vllm``."""
         ours = [argument for setting in self.settings for argument in setting.flag()]
-        return ["serve", self.model, *ours, *self.own_flags]
+        last = [argument for setting in self.last_settings for argument in setting.flag()]
+        return ["serve", self.model, *ours, *self.own_flags, *last]
 
     def command(self) -> list[str]:
         """The command Trivet runs."""
@@ -320,6 +323,7 @@ class _Planner:
             cores=cores,
             settings=tuple(setting for name, setting in settings.items() if name not in given),
             own_flags=own_flags,
+            last_settings=tuple(_last_settings(own_flags)),
             env=tuple(env.values()),
             api_key=engine.api_key,
         )
@@ -593,6 +597,9 @@ class _Entry:
 
 _ALONE = 0.9
 
+_MAX_LOGPROBS = 20
+"""vLLM's default."""
+
 _SHAPES_OF_KV = ("block-size", "dtype", "kv-cache-dtype", "max-model-len")
 
 _MANY_TOKENS = "a long prompt in as few passes as fit: prefill is bound by compute"
@@ -618,6 +625,14 @@ _TIER_LIMITS: Mapping[str, Mapping[str, tuple[int, int, str, str]]] = {
 
 def _is_loopback(host: str) -> bool:
     return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
+def _last_settings(own_flags: Sequence[str]) -> Iterator[Setting]:
+    """The wire carries the sampled token among as many candidates as are asked for: the gateway asks for one more."""
+    limit = flag_value(own_flags, "max-logprobs") or str(_MAX_LOGPROBS)
+    if limit.isdigit():
+        reason = "one more than clients may ask for: the sampled token takes a place among the best"
+        yield Setting("max-logprobs", str(int(limit) + 1), reason)
 
 
 def _advertised(bind: str, host: str) -> str:

@@ -1,0 +1,157 @@
+import json
+import os
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from helpers.engines import nobody_listens
+
+ENGINES = [
+    {
+        "name": "prefill-0",
+        "tier": "prefill",
+        "url": "http://127.0.0.1:8100",
+        "state": "ready",
+        "ready": True,
+        "restarts": 0,
+        "problem": None,
+        "load": {"running": 2.0, "waiting": 0.0, "kv_usage": 0.256},
+    },
+    {
+        "name": "decode-0",
+        "tier": "decode",
+        "url": "http://127.0.0.1:8101",
+        "state": "failed",
+        "ready": False,
+        "restarts": 3,
+        "problem": "was ended by signal [9]",
+        "load": None,
+    },
+]
+STATUS = {"engines": ENGINES, "generations_running": 2}
+
+
+class Gateway(ThreadingHTTPServer):
+    """Gives one answer to everything."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        gateway = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                gateway.asked.append((self.path, self.headers["Authorization"]))
+                self.send_response(gateway.status)
+                self.send_header("content-type", gateway.content_type)
+                self.send_header("content-length", str(len(gateway.body)))
+                self.end_headers()
+                self.wfile.write(gateway.body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.status = 200
+        self.content_type = "application/json"
+        self.body = json.dumps(STATUS).encode()
+        self.asked: list[tuple[str, str | None]] = []
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+
+@pytest.fixture
+def gateway() -> Iterator[Gateway]:
+    with Gateway() as gateway:
+        thread = threading.Thread(target=gateway.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield gateway
+        gateway.shutdown()
+        thread.join()
+
+
+def test_the_status_is_a_table(trivet, gateway):
+    done = trivet("status", "--url", gateway.url)
+    assert (done.status, done.err) == (0, "")
+    first, header, *rows, problem = done.out.splitlines()
+    assert first == f"gateway {gateway.url}: 2 generation(s) running in the worker asked"
+    assert header.split() == ["tier", "engine", "state", "running", "waiting", "KV", "used", "restarts", "address"]
+    assert [row.split() for row in rows] == [
+        ["prefill", "prefill-0", "ready", "2", "0", "26%", "0", "http://127.0.0.1:8100"],
+        ["decode", "decode-0", "failed", "-", "-", "-", "3", "http://127.0.0.1:8101"],
+    ]
+    assert problem == "decode-0: was ended by signal [9]"
+    assert gateway.asked == [("/trivet/status", None)]
+
+
+def test_the_status_is_json_for_programs(trivet, gateway):
+    done = trivet("status", "--url", f"{gateway.url}/", "--json")
+    assert json.loads(done.out) == STATUS
+    assert gateway.asked == [("/trivet/status", None)]
+
+
+def test_the_service_that_was_started_last_is_asked(trivet, gateway):
+    trivet.state.mkdir()
+    (trivet.state / "last.json").write_text(json.dumps({"pid": os.getpid(), "url": gateway.url}))
+    assert trivet("status").out.startswith(f"gateway {gateway.url}: ")
+
+
+def test_where_no_service_runs_a_person_is_told(trivet):
+    done = trivet("status")
+    assert (done.status, done.out) == (1, "")
+    assert done.err == "trivet: no service runs here -> start one with `trivet up`, or give --url\n"
+
+
+@pytest.mark.parametrize("how", ["option", "environment"])
+def test_a_key_is_sent(trivet, gateway, monkeypatch, how):
+    if how == "environment":
+        monkeypatch.setenv("TRIVET_API_KEY", "secret")
+        trivet("status", "--url", gateway.url)
+    else:
+        trivet("status", "--url", gateway.url, "--api-key", "secret")
+    assert gateway.asked == [("/trivet/status", "Bearer secret")]
+
+
+def refusal(trivet, url: str) -> str:
+    done = trivet("status", "--url", url)
+    assert (done.status, done.out) == (1, "")
+    assert done.err.count("\n") == 1
+    return done.err.rstrip("\n")
+
+
+def test_a_key_that_is_missing_is_told(trivet, gateway):
+    gateway.status = 401
+    assert refusal(trivet, gateway.url) == f"trivet: {gateway.url} wants an API key -> --api-key KEY, or TRIVET_API_KEY"
+
+
+@pytest.mark.parametrize("status", [404, 500])
+def test_another_server_is_told(trivet, gateway, status):
+    gateway.status = status
+    assert refusal(trivet, gateway.url) == f"trivet: {gateway.url} answers HTTP {status} -> is it a Trivet gateway?"
+
+
+@pytest.mark.parametrize("body", [b"[]", b"[1]", b"{}", b"null", b'"engines"'])
+def test_a_server_that_answers_anything_is_told(trivet, gateway, body):
+    gateway.body = body
+    assert refusal(trivet, gateway.url) == (
+        f"trivet: {gateway.url} answers with something else -> is it a Trivet gateway?"
+    )
+
+
+@pytest.mark.parametrize(("content_type", "body"), [("text/html", b"<h1>"), ("application/json", b"{")])
+def test_a_server_that_speaks_no_json_is_told(trivet, gateway, content_type, body):
+    gateway.content_type, gateway.body = content_type, body
+    assert refusal(trivet, gateway.url).endswith("-> is `trivet up` running there?")
+
+
+def test_an_address_where_nobody_answers_is_told(trivet):
+    with nobody_listens() as url:
+        assert refusal(trivet, url) == (
+            f"trivet: {url} does not answer (ClientConnectorError) -> is `trivet up` running there?"
+        )
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "nonsense", "http://", "ftp://localhost"])
+def test_what_is_no_address_is_told(trivet, url):
+    assert refusal(trivet, url).startswith(f"trivet: {url.rstrip('/')} does not answer (")

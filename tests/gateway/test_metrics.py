@@ -1,0 +1,212 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from trivet.gateway.metrics import GatewayMetrics
+from trivet.journal import GenerationRecord, RequestRecord
+from trivet.routing.engines import Engines, EngineView
+
+
+def engines_of(*views: EngineView) -> Engines:
+    engines = Engines()
+    engines.update(views)
+    return engines
+
+
+def samples(metrics: GatewayMetrics, engines: Engines | None = None, running: int = 0, releases: int = 0) -> dict:
+    """What is exposed, by name and labels; times of creation left out."""
+    return parse(metrics.text(engines or Engines(), running, releases).decode())
+
+
+def parse(text: str) -> dict[str, float]:
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    found = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+    return {name: value for name, value in found.items() if "_created" not in name}
+
+
+def record(**changes: object) -> GenerationRecord:
+    """A split generation with round times: 1 s of rendering, 2 s of prefill, 0.5 s of handover."""
+    values: dict = {
+        "generation_id": "gen-1",
+        "prompt_tokens": 100,
+        "rendered_s": 11.0,
+        "split": True,
+        "prefill_engine": "prefill-0",
+        "decode_engine": "decode-0",
+        "prefill_start_s": 11.25,
+        "prefill_end_s": 13.25,
+        "first_token_s": 13.75,
+        "end_s": 14.75,
+        "completion_tokens": 7,
+        "finish_reason": "stop",
+    }
+    return GenerationRecord(**values | changes)
+
+
+OWNER = RequestRecord("req-1", "/v1/completions", arrived_s=10.0)
+
+SPLIT = 'served="split"'
+PAIR = 'decode="decode-0",prefill="prefill-0"'
+
+
+def test_a_split_generation_is_counted_whole():
+    metrics = GatewayMetrics()
+    metrics.ended(record(), OWNER)
+    found = samples(metrics)
+    expected = {
+        f'trivet_generations_total{{outcome="stop",{SPLIT}}}': 1.0,
+        'trivet_tokens_total{kind="prompt"}': 100.0,
+        'trivet_tokens_total{kind="completion"}': 7.0,
+        "trivet_render_seconds_sum": 1.0,
+        "trivet_render_seconds_count": 1.0,
+        f"trivet_time_to_first_token_seconds_sum{{{SPLIT}}}": 3.75,
+        f"trivet_time_to_first_token_seconds_count{{{SPLIT}}}": 1.0,
+        'trivet_prefill_leg_seconds_sum{engine="prefill-0"}': 2.0,
+        f"trivet_handover_seconds_sum{{{PAIR}}}": 0.5,
+    }
+    assert {name: found.get(name) for name in expected} == expected
+
+
+def test_a_colocated_generation_has_no_handover():
+    metrics = GatewayMetrics()
+    colocated = {"split": False, "prefill_engine": None, "prefill_start_s": None, "prefill_end_s": None}
+    metrics.ended(record(**colocated), OWNER)
+    found = samples(metrics)
+    assert found['trivet_generations_total{outcome="stop",served="colocated"}'] == 1.0
+    assert found['trivet_time_to_first_token_seconds_count{served="colocated"}'] == 1.0
+    assert not [name for name in found if name.startswith(("trivet_prefill", "trivet_handover"))]
+
+
+@pytest.mark.parametrize(
+    ("changes", "outcome"),
+    [
+        ({"finish_reason": "length"}, "length"),
+        ({"finish_reason": "abort"}, "abort"),
+        ({"finish_reason": None}, "none"),
+        ({"finish_reason": None, "error": "decode-0: no answer"}, "error"),
+        ({"finish_reason": "abort", "error": "decode-0: no answer"}, "error"),
+    ],
+)
+def test_outcomes_are_told_apart(changes, outcome):
+    metrics = GatewayMetrics()
+    metrics.ended(record(**changes), OWNER)
+    counted = [name for name in samples(metrics) if name.startswith("trivet_generations_total")]
+    assert counted == [f'trivet_generations_total{{outcome="{outcome}",{SPLIT}}}']
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({"first_token_s": None}, ["trivet_time_to_first_token_seconds", "trivet_handover_seconds"]),
+        ({"first_token_s": None, "prefill_end_s": None}, ["trivet_prefill_leg_seconds", "trivet_handover_seconds"]),
+        ({"decode_engine": None}, ["trivet_handover_seconds"]),
+    ],
+)
+def test_what_a_generation_did_not_reach_is_not_observed(changes, missing):
+    metrics = GatewayMetrics()
+    metrics.ended(record(**changes), OWNER)
+    found = samples(metrics)
+    assert [name for name in missing if any(one.startswith(f"{name}_count") for one in found)] == []
+
+
+def test_a_generation_of_no_request_has_no_time_to_its_first_token():
+    metrics = GatewayMetrics()
+    metrics.ended(record(), None)
+    found = samples(metrics)
+    assert found["trivet_render_seconds_count"] == 0.0
+    assert not [name for name in found if name.startswith("trivet_time_to_first_token_seconds")]
+    assert found['trivet_prefill_leg_seconds_count{engine="prefill-0"}'] == 1.0
+
+
+def test_a_clock_that_is_off_by_a_little_gives_no_negative_times():
+    metrics = GatewayMetrics()
+    metrics.ended(record(rendered_s=9.9, first_token_s=13.2), OWNER)
+    found = samples(metrics)
+    assert (found["trivet_render_seconds_sum"], found[f"trivet_handover_seconds_sum{{{PAIR}}}"]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(("handover_s", "bucket"), [(0.0015, "0.002"), (0.003, "0.005"), (0.04, "0.05")])
+def test_buckets_tell_milliseconds_apart(handover_s, bucket):
+    metrics = GatewayMetrics()
+    metrics.ended(record(first_token_s=13.25 + handover_s), OWNER)
+    found = samples(metrics)
+    filled = [name for name in found if name.startswith("trivet_handover_seconds_bucket") and found[name]]
+    assert f'le="{bucket}"' in filled[0]
+
+
+def test_gauges_are_as_they_are_now():
+    metrics = GatewayMetrics()
+    view = EngineView("decode-0", "decode", "http://127.0.0.1:1", True)
+    engines = engines_of(view, EngineView("prefill-0", "prefill", "http://127.0.0.1:2", False))
+    with engines.charge(view, 321):
+        found = samples(metrics, engines, running=4, releases=2)
+    assert found["trivet_generations_running"] == 4.0
+    assert found["trivet_kv_releases_pending"] == 2.0
+    assert found['trivet_engine_ready{engine="decode-0",tier="decode"}'] == 1.0
+    assert found['trivet_engine_ready{engine="prefill-0",tier="prefill"}'] == 0.0
+    assert found['trivet_outstanding_tokens{engine="decode-0",tier="decode"}'] == 321.0
+    later = samples(metrics, engines)
+    assert later["trivet_generations_running"] == 0.0
+    assert later['trivet_outstanding_tokens{engine="decode-0",tier="decode"}'] == 0.0
+
+
+def test_every_metric_has_a_help_text_and_trivets_name():
+    text = GatewayMetrics().text(Engines(), 0, 0).decode()
+    helped = [line.split(" ", 3)[2:] for line in text.splitlines() if line.startswith("# HELP")]
+    assert [name for name, _ in helped if not name.startswith("trivet_")] == []
+    assert [name for name, words in helped if not words.strip()] == []
+
+
+# several workers
+
+WORKER = """
+import sys
+from prometheus_client import Counter
+from trivet.gateway.metrics import GatewayMetrics
+from trivet.journal import GenerationRecord
+from trivet.routing.engines import Engines, EngineView
+
+ready, running, generations = (int(one) for one in sys.argv[1:])
+Counter("vllm_something", "what vLLM counts in the same process").inc()
+metrics, engines = GatewayMetrics(), Engines()
+view = EngineView("decode-0", "decode", "http://127.0.0.1:1", bool(ready))
+engines.update([view])
+for _ in range(generations):
+    metrics.ended(GenerationRecord("gen", 10, 0.0, finish_reason="stop"), None)
+with engines.charge(view, 100):
+    metrics.sample(engines, running, 1)
+    print("sampled", flush=True)
+    if sys.stdin.readline():
+        sys.stdout.buffer.write(metrics.text(engines, running, 1))
+"""
+
+
+def test_one_worker_tells_the_sum_of_all(tmp_path):
+    env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        for arguments in (("0", "2", "1"), ("1", "3", "4"))
+    ]
+    try:
+        assert [one.stdout.readline() for one in workers] == ["sampled\n", "sampled\n"]
+        told, _ = workers[0].communicate("tell\n", timeout=30)
+    finally:
+        for one in workers:
+            one.communicate(timeout=30)
+    found = parse(told)
+    served = 'outcome="stop",served="colocated"'
+    assert found[f"trivet_generations_total{{{served}}}"] == 5.0
+    assert found['trivet_tokens_total{kind="prompt"}'] == 50.0
+    assert found["trivet_generations_running"] == 5.0
+    assert found["trivet_kv_releases_pending"] == 2.0
+    assert found['trivet_outstanding_tokens{engine="decode-0",tier="decode"}'] == 200.0
+    assert found['trivet_engine_ready{engine="decode-0",tier="decode"}'] == 1.0
+    assert [name for name in found if not name.startswith("trivet_")] == []

@@ -1,0 +1,551 @@
+"""A service over a worker program of a few lines (``helpers/fake_worker.py``) and over engines of someone else."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import helpers
+from helpers.foreign import ForeignEngine
+from helpers.processes import holds, left_of, lives
+from trivet.connectors import NixlConnector
+from trivet.errors import EngineFailedError, PortInUseError, TrivetError
+from trivet.gateway import service as service_module
+from trivet.gateway.service import Event, Service, _bind, _Worker, last_url, new_run_dir, state_dir
+from trivet.topology import EnginePlan, Plan, parse_topology
+
+WAIT_S = 10.0
+FAKE_WORKER = Path(helpers.__file__).with_name("fake_worker.py")
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path, monkeypatch) -> Path:
+    """Runs are kept in a folder of the test's own."""
+    monkeypatch.setenv("TRIVET_STATE", str(tmp_path / "state"))
+    for name in ("VLLM_API_KEY", "VLLM_NO_USAGE_STATS", "HF_HUB_OFFLINE", "PROMETHEUS_MULTIPROC_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "state"
+
+
+# the gateway's socket
+
+
+def test_a_busy_port_is_told_with_what_to_do():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        with pytest.raises(PortInUseError) as caught:
+            _bind("127.0.0.1", port)
+    assert str(caught.value) == (
+        f"the gateway cannot listen on 127.0.0.1:{port}: Address already in use -> stop what uses it, or give "
+        "another: --port N, or gateway.port in the topology (0: a free one)"
+    )
+
+
+def test_an_address_of_another_machine_is_told():
+    with pytest.raises(PortInUseError, match=r"^the gateway cannot listen on 192\.0\.2\.1:0: Cannot assign"):
+        _bind("192.0.2.1", 0)
+
+
+def test_a_host_that_is_no_address_is_told():
+    with pytest.raises(PortInUseError, match=r"^gateway\.host: no such host: .* -> give an address here$"):
+        _bind("no such host", 0)
+
+
+def test_port_0_is_a_free_one():
+    with closing(_bind("127.0.0.1", 0)) as one, closing(_bind("127.0.0.1", 0)) as other:
+        ports = {one.getsockname()[1], other.getsockname()[1]}
+        assert len(ports) == 2
+        assert 0 not in ports
+
+
+def test_a_port_can_be_taken_again_at_once():
+    """Connections of the last service may still be closing."""
+    with closing(_bind("127.0.0.1", 0)) as listener:
+        listener.listen()
+        address = listener.getsockname()
+        client = socket.create_connection(address)
+        accepted, _ = listener.accept()
+        accepted.close()  # the side that closes first keeps the port for a while
+        client.close()
+    _bind(*address).close()
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("localhost", "127.0.0.1")]
+)
+def test_the_address_is_one_that_a_client_on_this_machine_can_use(tmp_path, host, expected):
+    with closing(Service(plan_of(host=host), tmp_path)._socket) as listener:
+        service = Service(plan_of(host=host), tmp_path)
+        service._socket.close()
+        assert service.url == f"http://{expected}:{service._address[1]}"
+        assert service._address[1] != listener.getsockname()[1]
+
+
+# where runs are kept
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({"TRIVET_STATE": "/a", "XDG_STATE_HOME": "/b", "HOME": "/c"}, "/a"),
+        ({"XDG_STATE_HOME": "/b", "HOME": "/c"}, "/b/trivet"),
+        ({"TRIVET_STATE": "", "XDG_STATE_HOME": "", "HOME": "/c"}, "/c/.local/state/trivet"),
+    ],
+)
+def test_where_runs_are_kept_can_be_said(monkeypatch, env, expected):
+    for name in ("TRIVET_STATE", "XDG_STATE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert state_dir() == Path(expected)
+
+
+def test_a_run_has_a_folder_of_its_own(state):
+    run = new_run_dir()
+    assert run.is_dir()
+    assert run.parent == state / "runs"
+    assert run.name.endswith(f"-{os.getpid()}")
+
+
+def ended_pid() -> int:
+    """The id of a process that was."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def test_the_oldest_runs_are_removed(state):
+    pid = ended_pid()
+    runs = [state / "runs" / f"202601{day:02}-120000-{pid}" for day in range(1, 16)]
+    for run in runs:
+        run.mkdir(parents=True)
+        (run / "mixed-0.log").write_text("old")
+    newest = new_run_dir()
+    assert sorted((state / "runs").iterdir()) == [*runs[-9:], newest]
+
+
+def test_a_run_that_still_runs_is_not_removed(state):
+    old = state / "runs" / f"20200101-120000-{os.getpid()}"
+    old.mkdir(parents=True)
+    pid = ended_pid()
+    for day in range(1, 16):
+        (state / "runs" / f"202601{day:02}-120000-{pid}").mkdir()
+    new_run_dir()
+    assert old.is_dir()
+
+
+def test_nothing_is_removed_while_there_are_few(state):
+    pid = ended_pid()
+    runs = [state / "runs" / f"202601{day:02}-120000-{pid}" for day in range(1, 10)]
+    for run in runs:
+        run.mkdir(parents=True)
+    new_run_dir()
+    assert all(run.is_dir() for run in runs)
+
+
+def test_a_service_that_runs_is_found(state):
+    assert last_url() is None
+    state.mkdir()
+    (state / "last.json").write_text(json.dumps({"pid": os.getpid(), "url": "http://127.0.0.1:8000"}))
+    assert last_url() == "http://127.0.0.1:8000"
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", '{"pid": 1}', '{"pid": "x", "url": "http://h"}', "GONE"])
+def test_a_service_that_is_gone_is_not_found(state, text):
+    state.mkdir()
+    text = json.dumps({"pid": ended_pid(), "url": "http://h"}) if text == "GONE" else text
+    (state / "last.json").write_text(text)
+    assert last_url() is None
+
+
+# a worker
+
+
+def plan_of(*engines: EnginePlan, model: str = "org/model", connector=None, **gateway: Any) -> Plan:
+    topology = parse_topology(json.dumps({"tiers": {"mixed": {}}, "gateway": {"port": 0, "drain_s": 5, **gateway}}))
+    return Plan(topology, model, ("tiny",), connector, engines, (model, "--max-model-len", "512"))
+
+
+class Program:
+    """What stands for the worker's program, and what it noted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self.path = folder / "python"
+        self.path.write_text(f'#!/bin/sh\nexec {sys.executable} -S {FAKE_WORKER} {folder} "$@"\n')
+        self.path.chmod(0o755)
+        self.behave()
+
+    def behave(self, **behaviour: object) -> None:
+        """What workers do that start from now on; they report that they are ready unless told otherwise."""
+        (self.folder / "behaviour.json").write_text(json.dumps({"word": {"ready": True}, **behaviour}))
+
+    def noted(self, what: str) -> list:
+        file = self.folder / what
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    @property
+    def pids(self) -> list[int]:
+        return [one["pid"] for one in self.noted("starts")]
+
+    def env(self, name: str) -> str | None:
+        """A variable as the newest worker sees it."""
+        return self.noted("starts")[-1]["env"].get(name)
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    program = Program(tmp_path / "worker")
+    monkeypatch.setattr(service_module, "sys", SimpleNamespace(executable=str(program.path)))
+    monkeypatch.setattr(service_module, "_BACKOFF_S", 0.05)
+    yield program
+    assert left_of(program.pids) == []
+
+
+class Running:
+    """A worker and what was heard of it."""
+
+    def __init__(self, worker: _Worker, log: Path, port: int, events: list[Event]) -> None:
+        self.worker, self.log, self.port, self.events = worker, log, port, events
+        self.state: Mapping[str, object] = {"engines": []}
+
+    def heard(self) -> list[str]:
+        return [one.state for one in self.events]
+
+    async def refused(self) -> TrivetError:
+        with pytest.raises(EngineFailedError) as caught:
+            await asyncio.wait_for(self.worker.start(), WAIT_S)
+        return caught.value
+
+
+@asynccontextmanager
+async def worker_of(tmp_path: Path, plan: Plan | None = None, metrics_dir: Path | None = None):
+    events: list[Event] = []
+    log = tmp_path / "gateway.log"
+    with closing(_bind("127.0.0.1", 0)) as listener:
+        running: Running
+        worker = _Worker(
+            3,
+            plan or plan_of(),
+            listener,
+            log,
+            metrics_dir,
+            lambda: json.dumps(running.state).encode() + b"\n",
+            events.append,
+        )
+        running = Running(worker, log, listener.getsockname()[1], events)
+        try:
+            yield running
+        finally:
+            await asyncio.wait_for(worker.stop(), WAIT_S)
+
+
+async def test_a_worker_is_told_all_it_must_know(tmp_path, program):
+    plan = plan_of(connector=NixlConnector(), api_keys=["secret"], drain_s=7)
+    async with worker_of(tmp_path, plan) as one:
+        one.state = {"engines": [{"name": "mixed-0"}]}
+        await one.worker.start()
+        (start,) = program.noted("starts")
+        assert start["argv"] == ["-m", "trivet.gateway.worker"]
+        assert start["port"] == one.port
+        config = start["config"]
+        assert {name: config[name] for name in ("flags", "connector", "api_keys", "drain_s")} == {
+            "flags": ["org/model", "--max-model-len", "512"],
+            "connector": "NixlConnector",
+            "api_keys": ["secret"],
+            "drain_s": 7.0,
+        }
+        assert program.noted("lines") == [{"engines": [{"name": "mixed-0"}]}]
+        assert one.log.read_text() == "the worker starts\n"
+        assert [(event.subject, event.state) for event in one.events] == [
+            ("gateway-3", "starting"),
+            ("gateway-3", "ready"),
+        ]
+
+
+async def test_the_fleets_news_reach_a_worker(tmp_path, program):
+    async with worker_of(tmp_path) as one:
+        await one.worker.start()
+        for number in range(3):
+            one.worker.tell(json.dumps({"news": number}).encode() + b"\n")
+        await holds(lambda: len(program.noted("lines")) == 4)
+        assert program.noted("lines")[1:] == [{"news": number} for number in range(3)]
+
+
+async def test_news_for_a_worker_that_is_not_there_are_no_fault(tmp_path, program):
+    async with worker_of(tmp_path) as one:
+        one.worker.tell(b"{}\n")
+        await one.worker.start()
+        await one.worker.stop()
+        one.worker.tell(b"{}\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "expected"),
+    [
+        ([], None, []),
+        ([], "env-key", ["env-key"]),
+        (["a", "b"], "env-key", ["a", "b"]),
+        ([], "", []),
+    ],
+)
+async def test_keys_are_the_topologys_or_else_the_environments(
+    tmp_path, program, monkeypatch, given, environment, expected
+):
+    if environment is not None:
+        monkeypatch.setenv("VLLM_API_KEY", environment)
+    async with worker_of(tmp_path, plan_of(api_keys=given)) as one:
+        await one.worker.start()
+        assert program.noted("starts")[0]["config"]["api_keys"] == expected
+
+
+async def test_a_workers_environment(tmp_path, program, monkeypatch):
+    monkeypatch.setenv("TRIVET_TEST_OURS", "ours")
+    async with worker_of(tmp_path) as one:
+        await one.worker.start()
+        names = ("TRIVET_TEST_OURS", "VLLM_NO_USAGE_STATS", "HF_HUB_OFFLINE", "PROMETHEUS_MULTIPROC_DIR")
+        assert [program.env(name) for name in names] == ["ours", "1", None, None]
+
+
+async def test_usage_statistics_are_sent_only_if_a_person_wants_it(tmp_path, program, monkeypatch):
+    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "0")
+    async with worker_of(tmp_path) as one:
+        await one.worker.start()
+        assert program.env("VLLM_NO_USAGE_STATS") == "0"
+
+
+async def test_no_hub_is_asked_for_a_model_that_is_a_folder(tmp_path, program):
+    async with worker_of(tmp_path, plan_of(model=str(tmp_path))) as one:
+        await one.worker.start()
+        assert program.env("HF_HUB_OFFLINE") == "1"
+
+
+async def test_workers_that_count_together_know_where(tmp_path, program):
+    async with worker_of(tmp_path, metrics_dir=tmp_path) as one:
+        await one.worker.start()
+        assert program.env("PROMETHEUS_MULTIPROC_DIR") == str(tmp_path)
+
+
+async def test_a_worker_that_cannot_start_says_why_in_its_own_words(tmp_path, program):
+    program.behave(word={"failed": "vLLM refuses the render flags: no", "mend": "look at `flags`"}, status=1)
+    async with worker_of(tmp_path) as one:
+        error = await one.refused()
+        assert (error.problem, error.mend, error.detail) == (
+            "vLLM refuses the render flags: no",
+            "look at `flags`",
+            None,
+        )
+        assert one.heard() == ["starting"]
+
+
+async def test_a_worker_that_knows_no_mend_leaves_its_log(tmp_path, program):
+    program.behave(word={"failed": "KeyError: 'x'", "mend": None}, words="Traceback ...", status=1)
+    async with worker_of(tmp_path) as one:
+        error = await one.refused()
+        assert (error.problem, error.mend, error.detail) == (
+            "KeyError: 'x'",
+            f"its log is {one.log}",
+            "Traceback ...",
+        )
+
+
+@pytest.mark.parametrize("status", [0, 3])
+async def test_a_worker_that_ends_without_a_word_is_told_so(tmp_path, program, status):
+    program.behave(word=None, words="Killed", status=status)
+    async with worker_of(tmp_path) as one:
+        error = await one.refused()
+        assert (error.problem, error.mend, error.detail) == (
+            f"the gateway worker ended with status {status}",
+            f"its log is {one.log}",
+            "Killed",
+        )
+
+
+async def test_a_worker_that_ends_is_started_again_and_knows_the_newest_state(tmp_path, program):
+    async with worker_of(tmp_path) as one:
+        await one.worker.start()
+        one.state = {"engines": [], "news": 2}
+        os.kill(program.pids[0], signal.SIGKILL)
+        await holds(lambda: one.heard() == ["starting", "ready", "failed", "ready"])
+        assert one.events[2].detail == f"ended with status -9; its log is {one.log}"
+        assert one.events[3].detail == "again"
+        first, second = program.noted("starts")
+        assert second["port"] == first["port"]
+        assert program.noted("lines") == [{"engines": []}, {"engines": [], "news": 2}]
+        one.worker.tell(b'{"news": 3}\n')
+        await holds(lambda: program.noted("lines")[-1] == {"news": 3})
+
+
+async def test_a_worker_that_cannot_start_again_is_tried_again(tmp_path, program):
+    async with worker_of(tmp_path) as one:
+        await one.worker.start()
+        program.behave(word={"failed": "no memory", "mend": "buy some"}, status=1)
+        os.kill(program.pids[0], signal.SIGKILL)
+        await holds(lambda: [event.detail for event in one.events].count("no memory -> buy some") == 2)
+        program.behave()
+        await holds(lambda: one.heard()[-1] == "ready")
+        assert lives(program.pids[-1])
+
+
+async def test_stopping_lets_a_worker_end_by_itself(tmp_path, program):
+    async with worker_of(tmp_path) as one:
+        await one.worker.start()
+        await one.worker.stop()
+        assert program.noted("ends") == program.pids
+        assert one.heard() == ["starting", "ready"]
+        await asyncio.sleep(0.15)
+        assert len(program.pids) == 1, "it is not started again"
+
+
+async def test_a_worker_that_does_not_end_is_killed(tmp_path, program):
+    program.behave(stubborn=True)
+    plan = plan_of()
+    impatient = plan.topology.gateway.model_copy(update={"drain_s": -14.7})  # 15 s are added for what follows draining
+    object.__setattr__(plan, "topology", plan.topology.model_copy(update={"gateway": impatient}))
+    async with worker_of(tmp_path, plan) as one:
+        await one.worker.start()
+        await asyncio.wait_for(one.worker.stop(), WAIT_S)
+        assert program.noted("ends") == program.pids, "it was asked first"
+        assert left_of(program.pids) == []
+
+
+async def test_a_worker_can_be_stopped_while_it_starts(tmp_path, program):
+    program.behave(word=None)
+    async with worker_of(tmp_path) as one:
+        starting = asyncio.create_task(one.worker.start())
+        await holds(lambda: program.noted("lines"))
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await asyncio.wait_for(one.worker.stop(), WAIT_S)
+        assert left_of(program.pids) == []
+
+
+async def test_a_worker_that_was_not_started_can_be_stopped(tmp_path, program):
+    async with worker_of(tmp_path) as one:
+        await one.worker.stop()
+
+
+async def test_workers_leave_no_open_files(tmp_path, program):
+    def open_files() -> set[str]:
+        return {str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()}
+
+    async with worker_of(tmp_path) as one:
+        before = open_files()
+        await one.worker.start()
+        os.kill(program.pids[0], signal.SIGKILL)
+        await holds(lambda: len(one.heard()) == 4)
+        await one.worker.stop()
+        program.behave(word={"failed": "no", "mend": "yes"}, status=1)
+        await one.refused()
+        await asyncio.sleep(0.05)
+        assert open_files() - before == set()
+
+
+# the whole
+
+
+@asynccontextmanager
+async def serving(tmp_path: Path, *engines: ForeignEngine, **gateway: Any):
+    (tmp_path / "run").mkdir()
+    events: list[Event] = []
+    service = Service(plan_of(*(one.plan for one in engines), **gateway), tmp_path / "run", events.append)
+    async with asyncio.timeout(WAIT_S), service:
+        yield service, events
+
+
+async def test_a_service_is_up_when_engines_and_workers_are(tmp_path, program, state):
+    async with ForeignEngine() as engine:
+        async with serving(tmp_path, engine) as (service, events):
+            assert {(event.subject, event.state) for event in events} == {
+                ("decode-0", "waiting"),
+                ("decode-0", "ready"),
+                ("gateway-0", "starting"),
+                ("gateway-0", "ready"),
+            }
+            assert service.fleet.engines["decode-0"].facts()["ready"] is True
+            assert program.noted("starts")[0]["port"] == int(service.url.rpartition(":")[2])
+            # the last word before clients come is the newest
+            await holds(lambda: program.noted("lines")[-1]["engines"][0]["ready"])
+            assert last_url() == service.url
+            assert json.loads((state / "last.json").read_text())["run_dir"] == str(service.run_dir)
+            assert service.gateway_log.read_text() == "the worker starts\n"
+        assert left_of(program.pids) == []
+        assert program.noted("ends") == program.pids
+
+
+async def test_workers_hear_of_an_engine_that_is_gone(tmp_path, program):
+    async with ForeignEngine() as engine, serving(tmp_path, engine) as (_, events):
+        engine.health = 503
+        await holds(lambda: program.noted("lines")[-1]["engines"][0]["state"] == "waiting")
+        assert events[-1] == Event("decode-0", "waiting", "says that it has died")
+
+
+async def test_several_workers_share_the_port_and_their_counts(tmp_path, program):
+    async with ForeignEngine() as engine, serving(tmp_path, engine, workers=3) as (service, _):
+        starts = program.noted("starts")
+        assert {start["port"] for start in starts} == {int(service.url.rpartition(":")[2])}
+        assert [start["env"]["PROMETHEUS_MULTIPROC_DIR"] for start in starts] == [str(tmp_path / "run" / "metrics")] * 3
+        await holds(lambda: len([line for line in program.noted("lines") if line["engines"][0]["ready"]]) >= 3)
+
+
+async def test_what_a_dead_worker_had_under_way_is_not_counted_any_more(tmp_path, program):
+    async with ForeignEngine() as engine, serving(tmp_path, engine, workers=2) as (_, events):
+        dead = program.pids[0]
+        counts = tmp_path / "run" / "metrics" / f"gauge_livesum_{dead}.db"
+        kept = tmp_path / "run" / "metrics" / f"counter_{dead}.db"
+        for file in (counts, kept):
+            file.touch()
+        os.kill(dead, signal.SIGKILL)
+        await holds(lambda: events[-1].detail == "again")
+        assert (counts.exists(), kept.exists()) == (False, True)
+
+
+async def test_an_engine_that_cannot_start_ends_the_workers_too(tmp_path, program):
+    async with ForeignEngine() as engine:
+        engine.version = {"version": "0.29.0"}
+        with pytest.raises(EngineFailedError, match=r"^engine decode-0 at .* is vLLM 0\.29\.0 -> Trivet needs"):
+            async with serving(tmp_path, engine):
+                pass
+    assert left_of(program.pids) == []
+    assert last_url() is None
+
+
+async def test_a_worker_that_cannot_start_is_the_services_error(tmp_path, program):
+    program.behave(word={"failed": "the render tier cannot read the model", "mend": "give a folder"}, status=1)
+    async with ForeignEngine() as engine:
+        with pytest.raises(EngineFailedError, match=r"^the render tier cannot read the model -> give a folder$"):
+            async with serving(tmp_path, engine):
+                pass
+
+
+async def test_a_service_that_still_starts_can_be_given_up(tmp_path, program):
+    async with ForeignEngine() as engine:
+        engine.health = None
+        entering = asyncio.create_task(serving(tmp_path, engine).__aenter__())
+        await holds(lambda: program.noted("lines"))
+        entering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await entering
+    assert left_of(program.pids) == []
+
+
+async def test_a_port_in_use_is_known_before_anything_is_started(tmp_path, program):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        with pytest.raises(PortInUseError):
+            Service(plan_of(port=server.getsockname()[1]), tmp_path)
+    assert program.pids == []

@@ -1,0 +1,292 @@
+"""The worker's program in a process of its own; only vLLM's application in it is replaced by a few lines."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from helpers.engines import DONE, FakeEngine, chunk, hanging, listening, speaking, streaming, usage, whole
+from helpers.processes import left_of
+from trivet.gateway.worker import WorkerConfig, report
+
+WAIT_S = 10.0
+
+CONFIG = WorkerConfig(
+    listen_fd=5,
+    report_fd=6,
+    flags=("/models/tiny", "--served-model-name", "tiny ü"),
+    connector="NixlConnector",
+    api_keys=("secret",),
+    drain_s=2.5,
+)
+
+
+@pytest.mark.parametrize(
+    "config", [CONFIG, WorkerConfig(listen_fd=0, report_fd=1, flags=(), connector=None, api_keys=(), drain_s=0)]
+)
+def test_a_config_arrives_as_it_was_sent(config):
+    line = config.dump()
+    assert b"\n" not in line, "the worker reads one line"
+    assert WorkerConfig.parse(line) == config
+    assert hash(WorkerConfig.parse(line)) == hash(config)
+
+
+def test_a_report_that_nobody_reads_is_no_fault():
+    reader, writer = os.pipe()
+    os.close(reader)
+    report(writer, {"ready": True})
+    os.close(writer)
+    report(writer, {"ready": True})
+
+
+def test_a_report_is_one_line():
+    reader, writer = os.pipe()
+    report(writer, {"failed": "two\nlines", "mend": None})
+    os.close(writer)
+    with open(reader) as lines:
+        assert [json.loads(line) for line in lines] == [{"failed": "two\nlines", "mend": None}]
+
+
+# the program
+
+STUB = '''
+import contextlib, json, os, sys, types
+from pathlib import Path
+from trivet.errors import TrivetError
+from trivet.render.contract import TokenRequest
+from trivet.surface.http import answer
+
+sys.modules["trivet.fleet.vllm"] = types.ModuleType("trivet.fleet.vllm")
+frontend_module = types.ModuleType("trivet.render.frontend")
+
+
+@contextlib.asynccontextmanager
+async def open_frontend(flags, engine):
+    """Generates on the legs, and answers with the tokens; says how it was opened."""
+    Path("flags").write_text(json.dumps(list(flags)))
+    Path("gpus").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
+    if "--wrong" in flags:
+        raise TrivetError("vLLM refuses the render flags: --wrong", mend="look at `flags`")
+    if "--broken" in flags:
+        raise KeyError("broken")
+
+    async def app(scope, receive, send):
+        if scope["type"] == "lifespan":
+            for kind in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{kind}.complete"})
+                Path("lifespan").open("a").write(f"{kind} ")
+            return
+        request = TokenRequest("gen-1", [1, 2, 3], {"max_tokens": 2, "temperature": 0.0}, "tiny")
+        tokens = []
+        async for chunk in engine.run(request):
+            tokens += chunk.token_ids
+        await answer(send, 200, json.dumps(tokens).encode(), b"application/json")
+
+    yield types.SimpleNamespace(app=app, core=types.SimpleNamespace(running=0))
+    Path("closed").touch()
+
+
+frontend_module.open_frontend = open_frontend
+sys.modules["trivet.render.frontend"] = frontend_module
+
+import runpy
+sys.argv = ["worker"]
+runpy.run_module("trivet.gateway.worker", run_name="__main__")
+'''
+
+
+class Worker:
+    """A worker process and what the fleet sees of it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, words: asyncio.StreamReader, url: str, folder: Path):
+        self.process, self._words, self.url, self.folder = process, words, url, folder
+
+    async def word(self) -> dict[str, Any]:
+        """The next line that it reports."""
+        return json.loads(await asyncio.wait_for(self._words.readline(), WAIT_S))
+
+    def tell(self, *engines: dict[str, Any]) -> None:
+        self.process.stdin.write(json.dumps({"engines": engines}).encode() + b"\n")
+
+    async def ended(self) -> int:
+        return await asyncio.wait_for(self.process.wait(), WAIT_S)
+
+
+@asynccontextmanager
+async def worker_of(folder: Path, *flags: str, drain_s: float = 1.0, **more: Any) -> AsyncIterator[Worker]:
+    reader, writer = os.pipe()
+    words = asyncio.StreamReader()
+    with closing(socket.socket()) as listener:
+        listener.bind(("127.0.0.1", 0))
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(words), os.fdopen(reader, "rb", 0)
+        )
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            STUB,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            pass_fds=(listener.fileno(), writer),
+            cwd=folder,
+        )
+        os.close(writer)
+        values = {"connector": None, "api_keys": ()} | more
+        config = WorkerConfig(listener.fileno(), writer, flags=("tiny", *flags), drain_s=drain_s, **values)
+        process.stdin.write(config.dump() + b"\n" + b'{"engines": []}\n')
+        try:
+            yield Worker(process, words, f"http://127.0.0.1:{listener.getsockname()[1]}", folder)
+        finally:
+            if process.returncode is None:
+                process.kill()
+            print((await process.communicate())[0].decode())
+            transport.close()
+    assert left_of([process.pid]) == []
+
+
+@pytest.fixture
+async def client():
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=WAIT_S)) as client:
+        yield client
+
+
+async def status(client: aiohttp.ClientSession, url: str, **headers: str) -> tuple[int, dict[str, Any]]:
+    async with client.get(f"{url}/trivet/status", headers=headers) as answer:
+        return answer.status, await answer.json()
+
+
+def facts(engine: FakeEngine, *, ready: bool = True) -> dict[str, Any]:
+    """As the fleet tells them."""
+    return {"name": engine.name, "tier": engine.tier, "url": engine.url, "ready": ready, "api_key": "of the engine"}
+
+
+async def ready(client: aiohttp.ClientSession, worker: Worker) -> bool:
+    async with client.get(f"{worker.url}/ready") as answer:
+        return answer.status == 200
+
+
+async def ask(client: aiohttp.ClientSession, worker: Worker) -> int:
+    async with client.post(f"{worker.url}/v1/completions", json={}) as answer:
+        return answer.status
+
+
+async def until(true: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not await true():  # noqa: ASYNC110  (the worker tells nobody)
+            await asyncio.sleep(0.01)
+
+
+async def test_a_worker_serves_with_the_engines_that_it_is_told(tmp_path, client):
+    async with FakeEngine("mixed-0", "mixed", speaking(5, 6)) as engine, worker_of(tmp_path) as worker:
+        assert await worker.word() == {"ready": True}
+        assert not await ready(client, worker)
+        worker.tell(facts(engine))
+        await until(lambda: ready(client, worker))
+        async with client.post(f"{worker.url}/v1/completions", json={}) as answer:
+            assert (answer.status, await answer.json()) == (200, [5, 6])
+        assert engine.calls[0].headers["Authorization"] == "Bearer of the engine"
+        _, told = await status(client, worker.url)
+        assert told["engines"][0]["name"] == "mixed-0"
+        assert "api_key" not in told["engines"][0], "an engine's key is not for those who ask for the status"
+        worker.tell(facts(engine, ready=False))
+
+        async def gone() -> bool:
+            return not await ready(client, worker)
+
+        await until(gone)
+
+
+async def test_a_worker_gives_vllm_the_keys_and_wants_them_itself(tmp_path, client):
+    async with worker_of(tmp_path, "--max-model-len", "512", api_keys=("one", "two")) as worker:
+        await worker.word()
+        flags = json.loads((tmp_path / "flags").read_text())
+        assert flags == ["tiny", "--max-model-len", "512", "--api-key", "one", "two"]
+        assert (await status(client, worker.url))[0] == 401
+        assert (await status(client, worker.url, Authorization="Bearer two"))[0] == 200
+
+
+async def test_a_worker_ends_when_its_lifeline_does(tmp_path):
+    async with worker_of(tmp_path) as worker:
+        await worker.word()
+        worker.process.stdin.close()
+        assert await worker.ended() == 0
+        assert (tmp_path / "closed").exists()
+        assert (tmp_path / "lifespan").read_text() == "startup shutdown "
+
+
+async def test_a_worker_ends_at_sigterm(tmp_path):
+    async with worker_of(tmp_path) as worker:
+        await worker.word()
+        worker.process.send_signal(signal.SIGTERM)
+        assert await worker.ended() == 0
+        assert (tmp_path / "closed").exists()
+        assert (tmp_path / "lifespan").read_text() == "startup shutdown "
+
+
+async def test_kv_that_a_request_leaves_at_the_end_is_released(tmp_path, client):
+    """Decode has not taken it when the time for draining is over."""
+    prefill = FakeEngine("prefill-0", "prefill", whole())
+    decode = FakeEngine("decode-0", "decode", hanging(), speaking(5))
+    async with listening(prefill, decode), worker_of(tmp_path, drain_s=0, connector="NixlConnector") as worker:
+        await worker.word()
+        worker.tell(*(facts(one) for one in (prefill, decode)))
+        await until(lambda: ready(client, worker))
+        asking = asyncio.create_task(ask(client, worker))
+        await decode.call()
+        worker.process.send_signal(signal.SIGTERM)
+        assert await worker.ended() == 0
+        assert decode.legs() == ["decode", "release"]
+        await asyncio.gather(asking, return_exceptions=True)
+
+
+@pytest.mark.parametrize(("drain_s", "served"), [(5.0, True), (0.5, False)])
+async def test_running_requests_may_end_for_as_long_as_the_topology_says(tmp_path, client, drain_s, served):
+    """A request takes a second from when the worker is told to stop."""
+    go_on = asyncio.Event()
+    reply = streaming(chunk(5), go_on, chunk(6, finish_reason="length"), usage(), DONE)
+    async with FakeEngine("mixed-0", "mixed", reply) as engine, worker_of(tmp_path, drain_s=drain_s) as worker:
+        await worker.word()
+        worker.tell(facts(engine))
+        await until(lambda: ready(client, worker))
+        asking = asyncio.create_task(ask(client, worker))
+        call = await engine.call()
+        worker.process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(1.3)
+        go_on.set()
+        assert (await asking == 200) is served
+        await call.end()
+        assert call.cancelled is not served
+        assert await worker.ended() == 0
+
+
+async def test_flags_that_vllm_refuses_are_reported_with_their_mend(tmp_path):
+    async with worker_of(tmp_path, "--wrong") as worker:
+        assert await worker.word() == {"failed": "vLLM refuses the render flags: --wrong", "mend": "look at `flags`"}
+        assert await worker.ended() == 1
+
+
+async def test_what_nobody_foresaw_is_reported_by_name(tmp_path):
+    async with worker_of(tmp_path, "--broken") as worker:
+        assert await worker.word() == {"failed": "the gateway worker ended: KeyError: 'broken'", "mend": None}
+        assert await worker.ended() == 1
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, ""), ("1", "1")])
+async def test_a_worker_sees_no_gpu_unless_told(tmp_path, monkeypatch, given, expected):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    async with worker_of(tmp_path) as worker:
+        await worker.word()
+        assert (tmp_path / "gpus").read_text() == expected
