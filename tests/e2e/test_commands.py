@@ -2,8 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -47,3 +50,40 @@ def test_the_demo(tmp_path):
         assert facts[name] > 0
     total = facts["render_ms"] + facts["prefill_ms"] + facts["handover_ms"]
     assert total == pytest.approx(facts["ttft_ms"], abs=5.0)
+
+
+def descendants(pid: int) -> list[int]:
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [int(child) for child in children] + [far for child in children for far in descendants(int(child))]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_up_serves_what_it_prints_and_nothing_outlives_it(tiny_model, tmp_path, number):
+    topology = tmp_path / "t.yaml"
+    topology.write_text(
+        f"model: {{name: {tiny_model}, max_length: 512}}\n"
+        "tiers: {prefill: , decode: }\ngateway: {port: 0, api_keys: [a-key], drain_s: 2}\n"
+    )
+    env = {**os.environ, "TRIVET_STATE": str(tmp_path / "state"), "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "trivet.cli", "up", str(topology)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as trivet_up:
+        line = next(line for line in trivet_up.stdout if line.startswith("curl "))
+        family = descendants(trivet_up.pid)
+        try:
+            assert len(family) >= 7  # two guards, two servers with engine core and worker each, a gateway worker
+            asked = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60, check=False)
+            assert asked.stdout.rstrip().endswith("data: [DONE]"), asked.stdout + asked.stderr
+            shown = trivet("status", "--json", "--api-key", "a-key", env=env)
+            assert [one["state"] for one in json.loads(shown.stdout)["engines"]] == ["ready", "ready"]
+        finally:
+            trivet_up.send_signal(number)
+        status = trivet_up.wait(timeout=60)
+    assert status == (-9 if number is signal.SIGKILL else 0)
+    deadline = time.monotonic() + 20
+    while left := [pid for pid in family if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, f"{left} outlived Trivet"
+        time.sleep(0.1)

@@ -488,6 +488,7 @@ async def test_a_service_is_up_when_engines_and_workers_are(tmp_path, program, s
 
 async def test_workers_hear_of_an_engine_that_is_gone(tmp_path, program):
     async with ForeignEngine() as engine, serving(tmp_path, engine) as (_, events):
+        await holds(lambda: program.noted("lines")[-1]["engines"][0]["state"] == "ready")
         engine.health = 503
         await holds(lambda: program.noted("lines")[-1]["engines"][0]["state"] == "waiting")
         assert events[-1] == Event("decode-0", "waiting", "says that it has died")

@@ -250,9 +250,9 @@ async def test_kv_that_a_request_leaves_at_the_end_is_released(tmp_path, client)
         await asyncio.gather(asking, return_exceptions=True)
 
 
-@pytest.mark.parametrize(("drain_s", "served"), [(5.0, True), (0.5, False)])
-async def test_running_requests_may_end_for_as_long_as_the_topology_says(tmp_path, client, drain_s, served):
-    """A request takes a second from when the worker is told to stop."""
+@pytest.mark.parametrize(("drain_s", "request_s", "served"), [(5.0, 0.3, True), (1.0, 1.3, False)])
+async def test_running_requests_may_end_for_as_long_as_the_topology_says(tmp_path, client, drain_s, request_s, served):
+    """A request takes so long from when the worker is told to stop."""
     go_on = asyncio.Event()
     reply = streaming(chunk(5), go_on, chunk(6, finish_reason="length"), usage(), DONE)
     async with FakeEngine("mixed-0", "mixed", reply) as engine, worker_of(tmp_path, drain_s=drain_s) as worker:
@@ -262,7 +262,7 @@ async def test_running_requests_may_end_for_as_long_as_the_topology_says(tmp_pat
         asking = asyncio.create_task(ask(client, worker))
         call = await engine.call()
         worker.process.send_signal(signal.SIGTERM)
-        await asyncio.sleep(1.3)
+        await asyncio.sleep(request_s)
         go_on.set()
         assert (await asking == 200) is served
         await call.end()
