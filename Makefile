@@ -1,4 +1,4 @@
-# Everything a fresh machine needs is set up by the first target that needs it: Linux, Python 3.11 to 3.13, make.
+# Everything a fresh machine needs is set up by the first target that needs it: Linux, Python 3.11 or newer, make.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH := 2.13.0
@@ -20,7 +20,7 @@ test: lint types
 
 test-full: lint types $(READY_030)
 	$(BIN)/pytest $(ARGS)
-	TRIVET_CACHE=$${TRIVET_CACHE:-} .venv-0.30/bin/pytest -m e2e $(ARGS)
+	.venv-0.30/bin/pytest -m e2e $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

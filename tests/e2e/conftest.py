@@ -108,6 +108,15 @@ def get_json(url: str) -> dict:
         return json.load(answer)
 
 
+def get(url: str) -> tuple[int, str]:
+    """Status and text of a GET, whatever the status."""
+    try:
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
 def post(url: str, body: object, *, raw: bytes | None = None, headers: dict | None = None) -> tuple[int, str]:
     """Status and text of a POST, whatever the status."""
     data = raw if raw is not None else json.dumps(body).encode()

@@ -60,8 +60,7 @@ def descendants(pid: int) -> list[int]:
     return [int(child) for child in children] + [far for child in children for far in descendants(int(child))]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_up_serves_what_it_prints_and_nothing_outlives_it(tiny_model, tmp_path, number):
     topology = tmp_path / "t.yaml"
     topology.write_text(

@@ -149,16 +149,35 @@ def test_a_spoiled_chat_is_noticed(deployment, conftest, turns, stream, how):
         assert tokens_of(split) != tokens_of(plain)
 
 
-def test_a_conversation_reuses_what_both_sides_have_cached(deployment, conftest):
-    salt = uuid.uuid4().hex
-    plain_salt = uuid.uuid4().hex
+def conversation(deployment, conftest) -> list[tuple[list[int], list[int]]]:
+    """Token ids, split and plain, of three turns of which each begins with the last one's prompt."""
+    salts, answers = [uuid.uuid4().hex, uuid.uuid4().hex], []
     for turns in (1, 2, 3):
-        # one conversation grows; each turn's prompt begins with the last one's
         body = chat(3)
         body["messages"] = body["messages"][: 2 * turns + 1]
-        split = conftest.post(f"{deployment.url}/v1/chat/completions", {**body, "cache_salt": salt})
-        plain = conftest.post(f"{deployment.plain_url}/v1/chat/completions", {**body, "cache_salt": plain_salt})
-        assert tokens_of(split) == tokens_of(plain)
+        urls = (deployment.url, deployment.plain_url)
+        answers.append(
+            tuple(
+                tokens_of(conftest.post(f"{url}/v1/chat/completions", {**body, "cache_salt": salt}))
+                for url, salt in zip(urls, salts, strict=True)
+            )
+        )
+    return answers
+
+
+def test_a_conversation_reuses_what_both_sides_have_cached(deployment, conftest):
+    before = {tier: deployment.metrics(tier).prompt_tokens for tier in ("prefill", "decode")}
+    for split, plain in conversation(deployment, conftest):
+        assert split == plain
+    for tier, tokens in before.items():
+        hits = deployment.metrics(tier).prompt_tokens["local_cache_hit"] - tokens["local_cache_hit"]
+        assert hits >= 2 * BLOCK_TOKENS, tier
+
+
+def test_a_spoiled_conversation_is_noticed(deployment, conftest):
+    with deployment.spoiling("zero"):
+        answers = conversation(deployment, conftest)
+    assert all(split != plain for split, plain in answers)
 
 
 def test_the_header_serves_a_request_colocated(deployment, conftest):

@@ -219,7 +219,7 @@ def test_engines_allow_one_more_logprob_than_clients_may_ask_for(flags, expected
 )
 def test_what_shapes_kv_must_be_equal_on_both_sides(flags, name):
     problem = refusal(f"tiers:\n  prefill: {{flags: {{{flags}}}}}\n  decode:\n", cpu())
-    assert f":1: --{name} differs between prefill and decode: prefill-0 " in problem
+    assert f":1: --{name} differs between engines: prefill-0 " in problem
     assert plan_of(f"flags: {{{flags}}}\n{SPLIT}", cpu()).engines
     assert plan_of(f"tiers: {{prefill: {{flags: {{{flags}}}}}, decode: {{flags: {{{flags}}}}}}}", cpu()).engines
 

@@ -43,20 +43,13 @@ def console_error(error: TrivetError) -> None:
 
 def read_topology(path: Path | None) -> Topology:
     """The topology of a file, or the demo's."""
-    if path is None:
-        return parse_topology(TEMPLATE, "the demo topology")
-    topology = load_topology(path)
-    tokenizer = topology.model.tokenizer
-    if tokenizer and (path.parent / tokenizer).is_dir():  # relative to the file, as the model's folder is
-        model = topology.model.model_copy(update={"tokenizer": str((path.parent / tokenizer).resolve())})
-        topology = topology.model_copy(update={"model": model})
-    return topology
+    return parse_topology(TEMPLATE, "the demo topology") if path is None else load_topology(path)
 
 
-def model_folder(topology: Topology, path: Path | None, *, make: bool = True) -> str:
+def model_folder(topology: Topology, *, make: bool = True) -> str:
     """What engines are given as their model; the demo's is made if need be."""
     if topology.model.name != "demo":
-        return resolve_model(topology.model.name, path.parent if path else None)
+        return resolve_model(topology.model.name, topology.folder)
     from trivet.demo.model import demo_model_path, ensure_demo_model
 
     if not make:
@@ -74,7 +67,7 @@ def open_plan(
         topology = topology.model_copy(update={"gateway": topology.gateway.model_copy(update={"port": port})})
     ports = PortBook()
     try:
-        yield make_plan(topology, ports, model=model_folder(topology, path), at=at, only=only)
+        yield make_plan(topology, ports, model=model_folder(topology), at=at, only=only)
     finally:
         ports.close()
 

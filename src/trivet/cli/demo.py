@@ -19,7 +19,7 @@ from trivet.topology import Plan
 
 def demo(
     json_path: Path | None = typer.Option(None, "--json", help="Write the facts to this file as well."),
-    prompt: str | None = typer.Option(None, "--prompt", help="Ask something else; long enough for three KV blocks."),
+    prompt: str | None = typer.Option(None, "--prompt", help="Ask something else."),
     max_tokens: int = typer.Option(48, "--max-tokens", min=1, max=512, help="Longest answer."),
 ) -> None:
     """Serve a small real model split into three tiers, ask it once, show where the time went."""
@@ -30,9 +30,9 @@ def demo(
         result = asyncio.run(_demo(plan, question, prompt or QUESTION, max_tokens))
     if json_path is not None:
         json_path.write_text(json.dumps(result.facts(), indent=1) + "\n", encoding="utf-8")
-    if not result.equal_to_colocated:
+    if (fault := result.fault()) is not None:
         raise TrivetError(
-            "the split answer is not the colocated one",
+            fault,
             mend="this should never be: please report it with the logs",
             detail=f"split:     {result.answer!r}\ncolocated: {result.answer_colocated!r}",
         )

@@ -1,19 +1,21 @@
-"""``trivet engine NAME``: start one engine of a topology on this host."""
+"""``trivet engine NAME``: run one engine of a topology on this host."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 from pathlib import Path
 
 import typer
 from rich.markup import escape
 
-from trivet.cli.common import TopologyArgument, open_plan, out, read_topology
+from trivet.cli.common import Progress, TopologyArgument, open_plan, out, read_topology
 from trivet.cli.up import stop_signals
-from trivet.errors import EngineFailedError, TopologyError
-from trivet.fleet.process import GuardedProcess, tail
-from trivet.gateway.service import new_run_dir
-from trivet.topology import EnginePlan
+from trivet.errors import TopologyError
+from trivet.fleet.supervisor import EngineStatus, Fleet
+from trivet.gateway.service import Event, new_run_dir
+from trivet.topology import Plan
 from trivet.topology.model import TIERS
 
 
@@ -21,13 +23,12 @@ def engine(
     name: str = typer.Argument(help="The engine's name in the topology."),
     topology: Path | None = TopologyArgument,
 ) -> None:
-    """Start one engine of a topology here, until Ctrl-C or SIGTERM; `trivet up` elsewhere finds it."""
-    host = _host_of(name, topology)
-    with open_plan(topology, at=host, only=name) as plan:
+    """Run one engine of a topology here, until Ctrl-C or SIGTERM; `trivet up` elsewhere finds it."""
+    with open_plan(topology, at=_host_of(name, topology), only=name) as plan:
         chosen = plan.engine(name)
         if chosen.started_by == "someone else":
             raise TopologyError(f"{name} has a url: someone else starts it")
-        asyncio.run(_run(chosen))
+        asyncio.run(_run(dataclasses.replace(plan, engines=(chosen,))))
 
 
 def _host_of(name: str, path: Path | None) -> str:
@@ -40,20 +41,28 @@ def _host_of(name: str, path: Path | None) -> str:
     return "local"  # the plan names those that exist
 
 
-async def _run(plan: EnginePlan) -> None:
-    out.print(escape(plan.shell_line()), style="dim", soft_wrap=True)
-    log = new_run_dir() / f"{plan.name}.log"
+async def _run(plan: Plan) -> None:
+    """One engine under the care that it has in `trivet up`: watched, and started again when it ends."""
+    (engine,) = plan.engines
+    progress = Progress(out)
+    out.print(escape(engine.shell_line()), style="dim", soft_wrap=True)
+    fleet = Fleet(plan, new_run_dir(), lambda status: progress.event(_event(status)))
     async with stop_signals() as stop:
-        process = await GuardedProcess.start(plan.command(), plan.environment(), log)
-        out.print(f"{plan.name} starts on {plan.url}; its log is {log}", soft_wrap=True)
-        ended = asyncio.create_task(process.wait())
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait([ended, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if not ended.done():
-            stopping.cancel()
-            await process.stop()
-            return
-        stopping.cancel()
-        raise EngineFailedError(
-            f"engine {plan.name} ended with exit status {process.status}", mend=f"its log is {log}", detail=tail(log)
-        )
+        starting, stopping = asyncio.create_task(fleet.start()), asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+                log = fleet.engines[engine.name].log
+                out.print(f"\n{engine.name} serves on [bold]{engine.url}[/]  (log: {log})", soft_wrap=True)
+                await stopping
+        finally:
+            for task in (starting, stopping):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await task
+            await fleet.stop()
+
+
+def _event(status: EngineStatus) -> Event:
+    return Event(status.plan.name, str(status.state), status.problem or "")

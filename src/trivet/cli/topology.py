@@ -39,7 +39,7 @@ def show(
 ) -> None:
     """Print the resolved topology and the exact vLLM command of each engine."""
     topology = read_topology(path)
-    plan = make_plan(topology, PortBook(lock=False), model=model_folder(topology, path, make=False))
+    plan = make_plan(topology, PortBook(lock=False), model=model_folder(topology, make=False))
     if as_json:
         typer.echo(json.dumps(_facts(plan), indent=1))
         return

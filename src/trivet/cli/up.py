@@ -54,8 +54,7 @@ def curl_line(service: Service) -> str:
         "max_tokens": 64,
         "stream": True,
     }
-    keys = service.plan.topology.gateway.api_keys
-    key = f" -H 'Authorization: Bearer {keys[0]}'" if keys else ""
+    key = f" -H 'Authorization: Bearer {service.api_keys[0]}'" if service.api_keys else ""
     return f"curl -N {service.url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
 
 

@@ -69,6 +69,16 @@ class DemoResult:
     equal_to_colocated: bool
     answer_colocated: str
 
+    def fault(self) -> str | None:
+        """What of it is not as it must be, or None."""
+        if not self.equal_to_colocated:
+            return "the split answer is not the colocated one"
+        if self.kv_bytes_moved <= 0:
+            return "no KV moved from prefill to decode"
+        if self.decode_computed_prompt_tokens > 1:
+            return f"decode computed {self.decode_computed_prompt_tokens} prompt tokens itself"
+        return None
+
     def facts(self) -> dict[str, Any]:
         """As ``--json`` writes them."""
         return asdict(self)
@@ -96,6 +106,7 @@ async def run_demo(service: Service, prompt: str, max_tokens: int, show: Callabl
         await _ask(service, session, "Say yes.", 2, lambda _: None)
         reference = await _ask(service, session, prompt, max_tokens, lambda _: None, colocated=True)
         decode_urls = {one.name: one.url for one in service.plan.engines if one.tier == "decode"}
+        await asyncio.sleep(1.0)  # counters of the requests so far may come with an engine's next steps
         before = {name: await _metrics(session, name, url) for name, url in decode_urls.items()}
         split = await _ask(service, session, prompt, max_tokens, show)
         generation = split.facts["generations"][0]
@@ -152,20 +163,20 @@ async def _ask(
     headers = {"X-Request-Id": request_id}
     if colocated:
         headers["X-Trivet-Serve"] = "colocated"
-    if keys := service.plan.topology.gateway.api_keys:
-        headers["Authorization"] = f"Bearer {keys[0]}"
+    if service.api_keys:
+        headers["Authorization"] = f"Bearer {service.api_keys[0]}"
     text = ""
     token_ids: list[int] = []
     try:
         async with session.post(f"{service.url}/v1/chat/completions", json=body, headers=headers) as response:
             if response.status != 200:
-                raise _failed(service, f"the gateway answered HTTP {response.status}: {await _fault(response)}")
+                raise await _failed(service, f"the gateway answered HTTP {response.status}: {await _fault(response)}")
             async for line in response.content:
                 if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
                     continue
                 event = orjson.loads(line[6:])
                 if "error" in event:
-                    raise _failed(service, str(event["error"].get("message", event["error"])))
+                    raise await _failed(service, str(event["error"].get("message", event["error"])))
                 for choice in event["choices"]:
                     token_ids += choice.get("token_ids") or []
                     if piece := choice["delta"].get("content"):
@@ -174,9 +185,9 @@ async def _ask(
         async with session.get(f"{service.url}/trivet/requests/{request_id}", headers=headers) as response:
             facts = await response.json()
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise _failed(service, f"the gateway broke off ({type(error).__name__})") from error
+        raise await _failed(service, f"the gateway broke off ({type(error).__name__})") from error
     if not token_ids:
-        raise _failed(service, "the answer had no token")
+        raise await _failed(service, "the answer had no token")
     return _Answer(text, tuple(token_ids), facts)
 
 
@@ -187,7 +198,12 @@ async def _fault(response: aiohttp.ClientResponse) -> str:
         return (await response.text())[:200]
 
 
-def _failed(service: Service, problem: str) -> EngineFailedError:
+async def _failed(service: Service, problem: str) -> EngineFailedError:
+    """The error with the log of the engine that is at fault, if one is: the fleet may learn of it a moment later."""
+    for _ in range(20):
+        if any(status.state is not State.READY for status in service.fleet.engines.values()):
+            break
+        await asyncio.sleep(0.1)
     for status in service.fleet.engines.values():
         if status.state is not State.READY:
             word = status.problem or str(status.state)

@@ -23,6 +23,7 @@ import time
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.1
+_END_LIMIT_S = 60.0  # giving back a GPU, or tens of gigabytes, takes a killed process some seconds
 
 
 def main(arguments: list[str]) -> int:
@@ -76,7 +77,8 @@ def _reap_orphans(child: int) -> None:
 
 def _end_all(group: int) -> None:
     """Kills the group and every other descendant, and reaps them."""
-    for _ in range(50):
+    deadline = time.monotonic() + _END_LIMIT_S
+    while time.monotonic() < deadline:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
         left = _children()

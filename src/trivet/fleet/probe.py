@@ -20,8 +20,10 @@ class Health(StrEnum):
     OK = "ok"
     DEAD = "dead"
     """The server answers, and says that its engine has died."""
+    REFUSED = "refused"
+    """Nothing listens there: not up yet, or gone."""
     SILENT = "silent"
-    """Nothing answers in time: not up yet, gone, or busy."""
+    """Nothing answers in time: busy, or cut off."""
 
 
 async def health(session: aiohttp.ClientSession, url: str) -> Health:
@@ -31,6 +33,8 @@ async def health(session: aiohttp.ClientSession, url: str) -> Health:
             if answer.status == 200:
                 return Health.OK
             return Health.DEAD if answer.status == 503 else Health.SILENT
+    except aiohttp.ClientConnectorError:
+        return Health.REFUSED
     except (aiohttp.ClientError, TimeoutError, OSError):
         return Health.SILENT
 

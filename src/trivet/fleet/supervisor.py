@@ -24,6 +24,7 @@ _SILENCE_S = 30.0
 """An engine that has answered nothing for so long is out of service; a busy one may be slow to answer."""
 _LAST_WORDS_S = 1.0
 """An engine that breaks off an answer has often just ended, which says more; its guard notices a moment later."""
+_RECHECK_S = 5.0
 _START_LIMIT_S = 1800.0
 _BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)
 _STEADY_S = 120.0
@@ -146,7 +147,15 @@ class Fleet:
             status.generation += 1
             status.started_s = time.monotonic()
             self._change(status, State.STARTING)
-            process = await GuardedProcess.start(status.plan.command(), status.plan.environment(), status.log)
+            try:
+                process = await GuardedProcess.start(status.plan.command(), status.plan.environment(), status.log)
+            except OSError as error:  # no memory, no descriptors, a full disk: it may be better the next time
+                status.problem = f"could not be started: {error.strerror or error}"
+                self._change(status, State.FAILED)
+                if not self._started.is_set():
+                    raise EngineFailedError(f"engine {status.plan.name} {status.problem}") from error
+                await asyncio.sleep(_BACKOFF_S[-1])
+                continue
             self._processes[status.plan.name] = process
             status.pid = process.pid
             try:
@@ -182,7 +191,7 @@ class Fleet:
             if (problem := _ended(process)) is not None:
                 return problem
             if await probe.health(self._session, status.plan.url) is probe.Health.OK:
-                # whoever answers must be ours: another server on this port would answer as well
+                # ours may have ended because another server has this port, which then is who answered
                 if (problem := _ended(process)) is not None:
                     return problem
                 return await self._watching(
@@ -257,10 +266,14 @@ class Fleet:
                         self._change(status, State.READY)
                     elif not self._started.is_set():
                         raise EngineFailedError(f"engine {plan.name} at {plan.url}: {status.problem}")
+                    else:
+                        self._change(status, State.WAITING)
+                        await asyncio.sleep(_RECHECK_S)
             elif status.state is State.READY and (
-                word is probe.Health.DEAD or time.monotonic() - last_word > 3 * _POLL_S
+                word is probe.Health.DEAD
+                or time.monotonic() - last_word > (3 * _POLL_S if word is probe.Health.REFUSED else _SILENCE_S)
             ):
-                status.problem = "does not answer" if word is probe.Health.SILENT else "says that it has died"
+                status.problem = "says that it has died" if word is probe.Health.DEAD else "does not answer"
                 self._change(status, State.WAITING)
             await asyncio.sleep(_POLL_S)
 

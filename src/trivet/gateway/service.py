@@ -80,6 +80,11 @@ def last_url() -> str | None:
         return None
 
 
+def gateway_keys(plan: Plan) -> tuple[str, ...]:
+    """The keys that clients must send one of. As for ``vllm serve``, the environment's counts if no other is given."""
+    return tuple(plan.topology.gateway.api_keys or filter(None, [os.environ.get("VLLM_API_KEY")]))
+
+
 class Service:
     """Engines and gateway of one plan. ``async with`` it: inside, it serves."""
 
@@ -96,6 +101,11 @@ class Service:
     def fleet(self) -> Fleet:
         """Its engines."""
         return self._fleet
+
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        """The keys that clients must send one of, if there are any."""
+        return gateway_keys(self.plan)
 
     @property
     def url(self) -> str:
@@ -239,7 +249,7 @@ class _Worker:
             try:
                 await self._spawn()
                 self._observe(Event(self._name, "ready", "again"))
-            except TrivetError as error:
+            except (TrivetError, OSError) as error:  # no memory, no descriptors: it may be better the next time
                 self._observe(Event(self._name, "failed", str(error)))
 
     async def _spawn(self) -> None:
@@ -251,6 +261,7 @@ class _Worker:
         if Path(self._plan.model).is_dir():
             env["HF_HUB_OFFLINE"] = "1"
         env.setdefault("VLLM_NO_USAGE_STATS", "1")
+        env |= self._plan.topology.tiers.render.env
         try:
             with self._log.open("ab") as output:
                 self._process = process = await asyncio.create_subprocess_exec(
@@ -274,8 +285,7 @@ class _Worker:
             report_fd=report_out,
             flags=self._plan.render_flags,
             connector=self._plan.connector.name if self._plan.connector else None,
-            # as vLLM: keys that are given win over the environment's
-            api_keys=tuple(gateway.api_keys or filter(None, [os.environ.get("VLLM_API_KEY")])),
+            api_keys=gateway_keys(self._plan),
             drain_s=gateway.drain_s,
         )
         assert process.stdin is not None

@@ -94,6 +94,11 @@ async def _serve(config: WorkerConfig, news: asyncio.StreamReader) -> None:
             )
 
             async def listen_to_fleet() -> None:
+                with contextlib.suppress(ValueError):  # a line that is none: the lifeline is of no use any more
+                    await take_news()
+                server.should_exit = True
+
+            async def take_news() -> None:
                 while line := await news.readline():
                     state.clear()
                     state.update(orjson.loads(line))
@@ -101,7 +106,6 @@ async def _serve(config: WorkerConfig, news: asyncio.StreamReader) -> None:
                     metrics.sample(engines, frontend.core.running, legs.releases_pending)
                     for one in state["engines"]:
                         one.pop("api_key", None)  # not for /trivet/status
-                server.should_exit = True
 
             listener = asyncio.create_task(listen_to_fleet())
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,9 @@ from trivet.routing.engines import Engines, EngineView
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
-_RELEASE_TIMEOUT_S = 10.0
+_RELEASE_TIMEOUT_S = 5.0
+_REFUSALS = frozenset({400, 413, 422})
+"""The request itself is at fault: another engine would say the same. Other statuses are the engine's own trouble."""
 
 Observer = Callable[[GenerationRecord, RequestRecord | None], None]
 
@@ -114,6 +116,9 @@ class Legs:
             route = choose(self._engines, colocate=colocate, avoid=avoid)
             if route is None:
                 break
+            for engine in (route.prefill, route.decode):
+                if engine is not None:
+                    self._engines.take_turn(engine)
             record.split = route.prefill is not None
             record.reason = f"{route.reason} ({'; '.join(faults)})" if faults else route.reason
             record.decode_engine = route.decode.name
@@ -127,12 +132,15 @@ class Legs:
             except LegError as fault:
                 if record.first_token_s is not None or record.completion_tokens:
                     raise ServingError(f"the answer broke off: {fault}", status=502) from fault
-                if fault.status is not None and 400 <= fault.status < 500 and fault.status not in (408, 429):
-                    # the request itself is refused: another engine would say the same
+                if fault.status in _REFUSALS:
                     raise ServingError(str(fault), status=fault.status) from fault
                 logger.warning("generation %s: %s; trying elsewhere", request.request_id, fault)
                 faults.append(str(fault))
-                avoid |= {fault.engine}
+                if route.prefill is not None and fault.engine == route.decode.name and fault.status is not None:
+                    # it lives and answered: what it could not do is take the KV (``kv_load_failure_policy: fail``)
+                    colocate = "the KV transfer failed"
+                else:
+                    avoid |= {fault.engine}
         if faults:
             raise ServingError(f"no engine could serve this request: {'; '.join(faults)}", status=502)
         raise ServingError("no engine is ready to serve this request", status=503)
@@ -154,18 +162,24 @@ class Legs:
         seeded = self._connector.hands_over_first_token and first_token_may_be_handed_over(request)
         record.prefill_start_s = now_s()
         with self._engines.charge(route.prefill, len(request.token_ids)):
-            answer = await generate(
-                self.session,
-                route.prefill.name,
-                route.prefill.url,
-                prefill_body(request, self._connector.prefill_params(), sample=seeded),
-                _headers(request, route.prefill, "prefill"),
-            )
+            async with self._in_service(route.prefill):
+                answer = await generate(
+                    self.session,
+                    route.prefill.name,
+                    route.prefill.url,
+                    prefill_body(request, self._connector.prefill_params(), sample=seeded),
+                    _headers(request, route.prefill, "prefill"),
+                )
         record.prefill_end_s = now_s()
         record.cached_tokens = _cached_tokens(answer)
         answered = answer.get("kv_transfer_params")
         held = _Held(route.prefill, answered) if answered else None
         first: tuple[int, ...] = ()
+
+        def accepted() -> None:
+            nonlocal held
+            held = None  # from here on decode tells prefill, also when it is aborted or cannot read
+
         try:
             params = self._connector.decode_params(answered)
             if params is None:
@@ -186,9 +200,8 @@ class Legs:
                     return
             with self._engines.charge(route.decode, _tokens(request)):
                 begun = bool(first)
-                async with aclosing(self._decode(request, route.decode, params, after=first)) as chunks:
+                async with aclosing(self._decode(request, route.decode, params, first, accepted)) as chunks:
                     async for chunk in chunks:
-                        held = None  # decode has the KV: it was read before its first token
                         if params is not None:  # prefill computed the prompt, so its count is the true one
                             computed_by, cached = route.prefill, None if begun else record.cached_tokens
                         else:
@@ -198,35 +211,53 @@ class Legs:
                         yield _with_cache_counts(chunk, request, computed_by, cached)
         finally:
             if held is not None:
-                self._release(request, held)
+                self._release(request, held, route.decode)
 
-    def _decode(
+    async def _decode(
         self,
         request: TokenRequest,
         engine: EngineView,
         params: Mapping[str, Any] | None,
         after: tuple[int, ...] = (),
+        accepted: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[TokenChunk, None]:
-        return stream(
-            self.session,
-            engine.name,
-            engine.url,
-            decode_body(request, params, after=after),
-            _headers(request, engine, "decode"),
-        )
+        body, headers = decode_body(request, params, after=after), _headers(request, engine, "decode")
+        async with aclosing(stream(self.session, engine.name, engine.url, body, headers, accepted)) as chunks:
+            while True:
+                async with self._in_service(engine):
+                    chunk = await anext(chunks, None)
+                if chunk is None:
+                    return
+                yield chunk
 
-    def _release(self, request: TokenRequest, held: _Held) -> None:
-        """Lets prefill free KV that nobody will pull, in the background."""
+    @asynccontextmanager
+    async def _in_service(self, engine: EngineView) -> AsyncGenerator[None, None]:
+        """Ends what is awaited inside with a ``LegError`` when the fleet takes the engine out of service.
+
+        A host that lost its power closes no connection: without this a leg would wait for ever.
+        """
+        try:
+            async with asyncio.timeout(None) as limit:
+                with self._engines.watching(engine, lambda: limit.reschedule(0)):
+                    yield
+        except TimeoutError:
+            raise LegError(engine.name, "went out of service") from None
+
+    def _release(self, request: TokenRequest, held: _Held, last_resort: EngineView) -> None:
+        """Lets prefill free KV that nobody will pull, in the background; ``last_resort`` has just failed to."""
         assert self._connector is not None
         params = self._connector.release_params(held.params)
         if params is None:
             return
+        engines = sorted(self._engines.ready("decode"), key=lambda engine: engine.name == last_resort.name)
         self.releases_pending += 1
-        task = asyncio.create_task(self._release_now(request, params), name=f"release {request.request_id}")
+        task = asyncio.create_task(self._release_now(request, params, engines), name=f"release {request.request_id}")
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def _release_now(self, request: TokenRequest, params: Mapping[str, Any]) -> None:
+    async def _release_now(
+        self, request: TokenRequest, params: Mapping[str, Any], engines: Sequence[EngineView]
+    ) -> None:
         # A salt of its own: should prefill have freed the blocks already, decode must not cache what it reads there.
         releasing = replace(
             request,
@@ -235,19 +266,19 @@ class Legs:
         )
         body = decode_body(releasing, params)
         try:
-            async with asyncio.timeout(_RELEASE_TIMEOUT_S):
-                for engine in self._engines.ready("decode"):
-                    try:
-                        headers = _headers(request, engine, "release")
-                        async with aclosing(stream(self.session, engine.name, engine.url, body, headers)) as chunks:
-                            async for _ in chunks:
-                                pass
-                        return
-                    except LegError as error:
-                        logger.warning("releasing KV of %s: %s", request.request_id, error)
+            for engine in engines:
+                headers = _headers(request, engine, "release")
+                try:
+                    async with (
+                        asyncio.timeout(_RELEASE_TIMEOUT_S),
+                        aclosing(stream(self.session, engine.name, engine.url, body, headers)) as chunks,
+                    ):
+                        async for _ in chunks:
+                            pass
+                    return
+                except (LegError, TimeoutError) as error:
+                    logger.warning("releasing KV of %s at %s: %s", request.request_id, engine.name, error or "too slow")
             logger.warning("KV of %s is left to its lease: no decode engine could release it", request.request_id)
-        except TimeoutError:
-            logger.warning("KV of %s is left to its lease: releasing it took too long", request.request_id)
         finally:
             self.releases_pending -= 1
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -60,24 +60,33 @@ async def generate(
 
 
 async def stream(
-    session: aiohttp.ClientSession, engine: str, url: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    session: aiohttp.ClientSession,
+    engine: str,
+    url: str,
+    body: Mapping[str, Any],
+    headers: Mapping[str, str],
+    accepted: Callable[[], None] = lambda: None,
 ) -> AsyncGenerator[TokenChunk, None]:
     """Runs a streamed leg, giving its tokens as they arrive. Closing the iterator ends the leg at the engine.
+
+    Args:
+        accepted: called when the engine has taken the request, before its first token.
 
     Raises:
         LegError: no answer, one that is not 200, an error event, or an end without a finish reason.
     """
     last: TokenChunk | None = None
     cached_tokens: int | None = None
-    tokens = 0
+    tokens, done = 0, False
     try:
         async with session.post(f"{url}/inference/v1/generate", data=orjson.dumps(body), headers=headers) as answer:
             if answer.status != 200:
                 raise LegError(engine, _error_text(await answer.read(), answer.status), status=answer.status)
+            accepted()
             async for data in _events(answer.content):
-                if data == b"[DONE]":
+                if done := done or data == b"[DONE]":
                     last = last or _finish_unsaid(body, tokens)
-                    break
+                    continue  # read on to the end, or the connection could not be used again
                 chunks, told = _read_event(engine, data)
                 cached_tokens = told if told is not None else cached_tokens
                 for chunk in chunks:

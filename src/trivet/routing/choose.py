@@ -41,4 +41,9 @@ def choose(engines: Engines, *, colocate: str | None, avoid: frozenset[str] = fr
 
 def _least_loaded(engines: Engines, views: Sequence[EngineView], avoid: frozenset[str]) -> EngineView | None:
     candidates = [view for view in views if view.name not in avoid]
-    return min(candidates, key=lambda view: (engines.outstanding_tokens(view.name), view.name), default=None)
+    return min(candidates, key=lambda view: _load(engines, view), default=None)
+
+
+def _load(engines: Engines, view: EngineView) -> tuple[int, int, str]:
+    """Fewest tokens first; of equals, the one whose turn was longest ago."""
+    return engines.outstanding_tokens(view.name), engines.last_turn(view.name), view.name

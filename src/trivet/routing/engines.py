@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,11 +56,19 @@ class Engines:
 
     def __init__(self) -> None:
         self._views: dict[str, EngineView] = {}
+        self._watchers: dict[str, set[Callable[[], None]]] = {}
+        self._turns: dict[str, int] = {}
+        self._turn = 0
         self._outstanding_tokens: dict[str, int] = {}
 
     def update(self, views: Iterable[EngineView]) -> None:
         """Takes the fleet's newest word."""
-        self._views = {view.name: view for view in views}
+        before, self._views = self._views, {view.name: view for view in views}
+        for name, old in before.items():
+            new = self._views.get(name)
+            if old.ready and (new is None or not new.ready or new.generation != old.generation):
+                for leave in list(self._watchers.get(name, ())):
+                    leave()
 
     def ready(self, tier: str) -> list[EngineView]:
         """The engines of a tier that can serve."""
@@ -69,6 +77,25 @@ class Engines:
     def all(self) -> list[EngineView]:
         """Every engine."""
         return list(self._views.values())
+
+    @contextlib.contextmanager
+    def watching(self, view: EngineView, left: Callable[[], None]) -> Iterator[None]:
+        """Calls ``left`` if the engine goes out of service, or is started anew, while the block runs."""
+        watchers = self._watchers.setdefault(view.name, set())
+        watchers.add(left)
+        try:
+            yield
+        finally:
+            watchers.discard(left)
+
+    def take_turn(self, view: EngineView) -> None:
+        """Notes that an engine was chosen, so that equals are chosen in turn."""
+        self._turn += 1
+        self._turns[view.name] = self._turn
+
+    def last_turn(self, name: str) -> int:
+        """When an engine was chosen last; 0 if never."""
+        return self._turns.get(name, 0)
 
     def outstanding_tokens(self, name: str) -> int:
         """Tokens of legs that this worker has running on an engine."""

@@ -37,7 +37,9 @@ def load_topology(path: Path) -> Topology:
         raise TopologyError(f"{path}: no such file", mend="`trivet topology init` writes one") from None
     except (OSError, UnicodeDecodeError) as error:
         raise TopologyError(f"{path}: cannot be read: {error}") from error
-    return parse_topology(text, str(path))
+    topology = parse_topology(text, str(path))
+    topology._folder = path.parent
+    return topology
 
 
 def parse_topology(text: str, source: str = "topology") -> Topology:

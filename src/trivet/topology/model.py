@@ -5,9 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
 
 from trivet.connectors import CONNECTORS
 
@@ -103,8 +113,20 @@ def _check_flags(flags: list[str]) -> list[str]:
     return flags
 
 
-Flags = Annotated[list[str], BeforeValidator(flag_list)]
-Environment = dict[str, str]
+def _environment(value: object) -> object:
+    return {str(key): _env_text(one) for key, one in value.items()} if isinstance(value, Mapping) else value
+
+
+def _env_text(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "1" if value else "0"
+    return str(value)
+
+
+Flags = Annotated[list[str], BeforeValidator(flag_list), AfterValidator(_check_flags)]
+Environment = Annotated[dict[str, str], BeforeValidator(_environment)]
 
 
 class _Strict(BaseModel):
@@ -159,30 +181,12 @@ class _EngineFields(_Strict):
     flags: Flags = Field(default_factory=list)
     env: Environment = Field(default_factory=dict)
 
-    @field_validator("flags")
-    @classmethod
-    def _not_ours(cls, value: list[str]) -> list[str]:
-        return _check_flags(value)
-
-    @field_validator("env", mode="before")
-    @classmethod
-    def _strings(cls, value: object) -> object:
-        if isinstance(value, Mapping):
-            return {str(key): _env_text(one) for key, one in value.items()}
-        return value
-
     @field_validator("gpus")
     @classmethod
     def _distinct(cls, value: list[int] | None) -> list[int] | None:
         if value is not None and len(set(value)) != len(value):
             raise ValueError("the same GPU is named twice")
         return value
-
-
-def _env_text(value: object) -> str:
-    if isinstance(value, bool):
-        return "1" if value else "0"
-    return "" if value is None else str(value)
 
 
 class Engine(_EngineFields):
@@ -243,11 +247,7 @@ class RenderTier(_Strict):
         default_factory=list,
         description="vLLM front-end flags: --chat-template, --tool-call-parser, --enable-auto-tool-choice ...",
     )
-
-    @field_validator("flags")
-    @classmethod
-    def _not_ours(cls, value: list[str]) -> list[str]:
-        return _check_flags(value)
+    env: Environment = Field(default_factory=dict, description="environment of the gateway's workers")
 
 
 class Tiers(_Strict):
@@ -272,7 +272,7 @@ class Gateway(_Strict):
 
     host: str = Field("127.0.0.1", description="this machine only, unless told otherwise")
     port: int = Field(8000, ge=0, le=65535, description="0: a free one")
-    workers: int = Field(1, ge=1, le=64, description="processes; one renders about 30 long chats a second")
+    workers: int = Field(1, ge=1, le=64, description="processes; more when one core cannot render and stream it all")
     api_keys: list[str] = Field(default_factory=list, description="clients must send one of them, if there are any")
     drain_s: float = Field(30.0, ge=0, description="how long running requests may take after a stop")
 
@@ -287,23 +287,17 @@ class Topology(_Strict):
     tiers: Tiers
     gateway: Gateway = Field(default_factory=Gateway)
 
-    @field_validator("flags")
-    @classmethod
-    def _not_ours(cls, value: list[str]) -> list[str]:
-        return _check_flags(value)
-
-    @field_validator("env", mode="before")
-    @classmethod
-    def _strings(cls, value: object) -> object:
-        if isinstance(value, Mapping):
-            return {str(key): _env_text(one) for key, one in value.items()}
-        return value
-
+    _folder: Path | None = PrivateAttr(default=None)
     _locate: Callable[[Sequence[str | int]], str] | None = PrivateAttr(default=None)
 
     def where(self, *location: str | int) -> str:
         """``file:line`` of a field, for messages."""
         return self._locate(location) if self._locate else "topology"
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the file lies, which relative paths count from; None if it came from no file."""
+        return self._folder
 
     def tier(self, name: str) -> Tier | None:
         """The tier of that name, or None if the file has none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import socket
 import sys
@@ -152,6 +153,7 @@ class _Planner:
         self._machine = machine
         self._at = at
         self._only = only
+        self._tokenizer = resolve_tokenizer(topology.model.tokenizer, topology.folder)
         self._notes: list[str] = []
         prefill = topology.tiers.prefill
         self._connector = CONNECTORS[topology.kv.connector] if prefill is not None and prefill.listed() else None
@@ -185,7 +187,7 @@ class _Planner:
             served_names=self._served,
             connector=self._connector,
             engines=tuple(engines),
-            render_flags=tuple(self._render_flags()),
+            render_flags=tuple(self._render_flags(engines)),
             notes=tuple(self._notes),
         )
 
@@ -296,7 +298,9 @@ class _Planner:
                 Side(entry.tier), device=entry.device, host=advertise, port=kv_port, options=self._topology.kv.options
             )
             settings["kv-transfer-config"] = Setting(
-                "kv-transfer-config", _json(kv.kv_transfer_config), f"the {entry.tier} end of {self._connector.name}"
+                "kv-transfer-config",
+                json.dumps(kv.kv_transfer_config),
+                f"the {entry.tier} end of {self._connector.name}",
             )
             for name, (value, reason) in kv.flags.items():
                 settings[name] = Setting(name, value, reason)
@@ -331,8 +335,8 @@ class _Planner:
     def _common_settings(self, entry: _Entry, bind: str, port: int, memory: float | None) -> Iterator[Setting]:
         model = self._topology.model
         yield Setting("served-model-name", self._served[0], "the name under which the gateway asks for it")
-        if model.tokenizer:
-            yield Setting("tokenizer", model.tokenizer, "the topology says so")
+        if self._tokenizer:
+            yield Setting("tokenizer", self._tokenizer, "the topology says so")
         yield Setting("host", bind, "reachable from here only" if bind == "127.0.0.1" else "reachable from other hosts")
         yield Setting("port", str(port), "from the topology" if entry.engine.port else "a free one")
         if dtype := model.dtype or ("float32" if entry.device == "cpu" else None):
@@ -478,13 +482,15 @@ class _Planner:
 
     def _check_equal(self, engines: Sequence[EnginePlan]) -> None:
         """KV is copied byte for byte: what shapes it must be the same on every engine of a pair."""
-        paired = [one for one in engines if one.tier in ("prefill", "decode") and one.started_by != "someone else"]
+        ours = [one for one in engines if one.started_by != "someone else"]
+        paired = [one for one in ours if one.tier in ("prefill", "decode")]
         for name in _SHAPES_OF_KV:
-            values = {one.name: one.effective(name) for one in paired}
+            # how long a prompt may be is checked once, at render: it must hold wherever the request goes
+            values = {one.name: one.effective(name) for one in (ours if name == "max-model-len" else paired)}
             if len(set(values.values())) > 1:
                 told = ", ".join(f"{engine} {value or '(vLLM decides)'}" for engine, value in values.items())
                 raise TopologyError(
-                    f"{self._topology.where('tiers')}: --{name} differs between prefill and decode: {told}",
+                    f"{self._topology.where('tiers')}: --{name} differs between engines: {told}",
                     mend="set it once, in the topology's own flags (or model)",
                 )
 
@@ -527,14 +533,15 @@ class _Planner:
                             f"{self._connector.name} needs the package {need.package}", mend=need.install
                         )
 
-    def _render_flags(self) -> Iterator[str]:
+    def _render_flags(self, engines: Sequence[EnginePlan]) -> Iterator[str]:
         model = self._topology.model
         yield self._model
         yield from ("--served-model-name", *self._served)
-        if model.tokenizer:
-            yield from ("--tokenizer", model.tokenizer)
-        if model.max_length:
-            yield from ("--max-model-len", str(model.max_length))
+        if self._tokenizer:
+            yield from ("--tokenizer", self._tokenizer)
+        length = next((one.effective("max-model-len") for one in engines if one.effective("max-model-len")), None)
+        if length is not None:  # the same for all
+            yield from ("--max-model-len", length)
         # What the frontend checks and never computes with; bfloat16 would warn about CPUs without AMX.
         yield from ("--dtype", model.dtype or "auto")
         yield from ("--enable-scale-out", "--disable-log-stats", "--disable-uvicorn-access-log")
@@ -645,10 +652,13 @@ def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _json(value: Mapping[str, object]) -> str:
-    import json
-
-    return json.dumps(value)
+def resolve_tokenizer(name: str | None, at: Path | None) -> str | None:
+    """The tokenizer as engines are given it: a folder relative to the topology file as an absolute path."""
+    if name is None:
+        return None
+    path = Path(name).expanduser()
+    candidate = path if path.is_absolute() or at is None else at / path
+    return str(candidate.resolve()) if candidate.is_dir() else name
 
 
 def resolve_model(name: str, at: Path | None = None) -> str:

@@ -78,8 +78,13 @@ class PortBook:
         if not self._lock:
             return True
         folder = Path(tempfile.gettempdir()) / f"trivet-ports-{os.getuid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        descriptor = os.open(folder / str(port), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            descriptor = os.open(folder / str(port), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise PortInUseError(
+                f"ports cannot be locked in {folder}: {error.strerror}", mend="set TMPDIR to a folder of your own"
+            ) from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

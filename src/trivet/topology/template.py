@@ -22,6 +22,7 @@ kv:
 tiers:
   render:                     # chat templates, tokenizing, detokenizing, tool and reasoning parsers: on CPU
     # flags: {tool-call-parser: hermes, enable-auto-tool-choice: true}
+    # env: {}                 # of the gateway's workers
   prefill:
     replicas: 1
     # device: cuda            # cpu or cuda; else what the installed vLLM is built for
