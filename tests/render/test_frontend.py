@@ -807,3 +807,17 @@ async def test_a_vllm_without_the_seam_is_told(frontend, serving, model_folder, 
 
 async def test_the_seam_is_open_only_while_a_front_end_is_built(frontend, served):
     assert frontend.async_llm.EngineCoreClient.__module__ == "vllm.v1.engine.core_client"
+
+
+async def test_adapters_thinking_budgets_and_traces_are_known_as_to_vllm_serve(serving, model_folder, tmp_path):
+    flags = ["--served-model-name", "tiny", "--enable-lora", "--lora-modules", f"poems={tmp_path}"]
+    flags += ["--reasoning-parser", "qwen3", "--otlp-traces-endpoint", "grpc://127.0.0.1:1"]
+    traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    async with serving(model_folder, *flags) as served:
+        served.engine.script = saying([19556])
+        answer = await served.chat(model="poems", thinking_token_budget=5, max_tokens=1)
+        assert answer.status_code == 200, answer.text
+        assert (await served.post("/v1/completions", {"prompt": "Hi"}, traceparent=traceparent)).status_code == 200
+        adapted, traced = served.engine.requests
+    assert (adapted.model, adapted.sampling["thinking_token_budget"]) == ("poems", 5)
+    assert (traced.model, traced.headers["traceparent"]) == ("tiny", traceparent)

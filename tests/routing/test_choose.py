@@ -115,3 +115,47 @@ def test_a_route_names_whole_engines():
     engines = Engines()
     engines.update([view("prefill-0"), view("decode-0")])
     assert choose(engines, colocate=None) == Route(view("decode-0"), view("prefill-0"), "a pair is ready")
+
+
+def chosen(engines: Engines, times: int, *, colocate: str | None = None) -> list[tuple[str | None, str]]:
+    """Prefill and decode of so many routes, each of which takes its turn."""
+    pairs = []
+    for _ in range(times):
+        route = choose(engines, colocate=colocate)
+        for engine in (route.prefill, route.decode):
+            if engine is not None:
+                engines.take_turn(engine)
+        pairs.append((route.prefill.name if route.prefill else None, route.decode.name))
+    return pairs
+
+
+def test_equals_are_chosen_in_turn():
+    engines = Engines()
+    engines.update(view(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"))
+    assert chosen(engines, 4) == [
+        ("prefill-0", "decode-0"),
+        ("prefill-1", "decode-1"),
+        ("prefill-0", "decode-2"),
+        ("prefill-1", "decode-0"),
+    ]
+
+
+def test_equals_are_chosen_in_turn_for_colocated_requests_too():
+    engines = Engines()
+    engines.update(view(name) for name in ("mixed-0", "mixed-1"))
+    assert chosen(engines, 3, colocate="x") == [(None, "mixed-0"), (None, "mixed-1"), (None, "mixed-0")]
+
+
+def test_an_engine_that_is_new_is_the_first_of_equals():
+    engines = Engines()
+    engines.update([view("decode-0")])
+    chosen(engines, 2, colocate="x")
+    engines.update([view("decode-0"), view("decode-1")])
+    assert chosen(engines, 2, colocate="x") == [(None, "decode-1"), (None, "decode-0")]
+
+
+def test_load_counts_more_than_turns():
+    engines = Engines()
+    engines.update(view(name) for name in ("decode-0", "decode-1"))
+    with engines.charge(view("decode-1"), 1):
+        assert chosen(engines, 2, colocate="x") == [(None, "decode-0"), (None, "decode-0")]

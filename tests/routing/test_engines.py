@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -117,3 +118,72 @@ def test_legs_that_end_in_any_order_leave_nothing(sizes, order):
     for charge in charges:
         charge.__exit__(None, None, None)
     assert engines.outstanding_tokens("a") == 0
+
+
+# engines that go out of service
+
+ENDS = {
+    "not ready": [replace(A, ready=False)],
+    "gone": [],
+    "started anew": [replace(A, generation=1)],
+}
+
+
+@pytest.mark.parametrize("news", ENDS.values(), ids=ENDS)
+def test_a_leg_hears_that_its_engine_went_out_of_service(news):
+    engines, heard = engines_of(A, B), []
+    with engines.watching(A, lambda: heard.append("a")), engines.watching(B, lambda: heard.append("b")):
+        engines.update([*news, B])
+        assert heard == ["a"]
+
+
+def test_every_leg_on_it_hears():
+    engines, heard = engines_of(A), []
+    with engines.watching(A, lambda: heard.append(1)), engines.watching(A, lambda: heard.append(2)):
+        engines.update([])
+    assert sorted(heard) == [1, 2]
+
+
+@pytest.mark.parametrize("news", ENDS.values(), ids=ENDS)
+def test_a_leg_on_an_engine_that_has_already_gone_out_of_service_hears_at_once(news):
+    """It was chosen, and lost before the leg began: it will not be told again."""
+    engines, heard = engines_of(A), []
+    engines.update(news)
+    with engines.watching(A, lambda: heard.append(1)):
+        assert heard == [1]
+
+
+def test_other_news_of_an_engine_are_nothing_to_its_legs():
+    engines, heard = engines_of(A), []
+    with engines.watching(A, lambda: heard.append(1)):
+        engines.update([replace(A, cached_block_tokens=16), B])
+        engines.update([A])
+    assert heard == []
+
+
+def test_a_leg_that_has_ended_hears_nothing():
+    engines, heard = engines_of(A), []
+    with engines.watching(A, lambda: heard.append(1)):
+        pass
+    with pytest.raises(ZeroDivisionError), engines.watching(A, lambda: heard.append(2)):
+        raise ZeroDivisionError
+    engines.update([])
+    assert heard == []
+
+
+# turns
+
+
+def test_the_turn_of_an_engine_is_the_newest_that_it_took():
+    engines = engines_of(A, B)
+    assert [engines.last_turn(name) for name in "ab"] == [0, 0]
+    for view in (A, B, A):
+        engines.take_turn(view)
+    assert engines.last_turn("a") > engines.last_turn("b") > 0
+
+
+def test_turns_outlive_the_fleets_news():
+    engines = engines_of(A, B)
+    engines.take_turn(A)
+    engines.update([A, B])
+    assert engines.last_turn("a") > engines.last_turn("b")

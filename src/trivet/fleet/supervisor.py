@@ -237,7 +237,7 @@ class Fleet:
                     last_word = time.monotonic()
                 case probe.Health.DEAD:
                     return "says that its engine core has died"
-                case probe.Health.SILENT if time.monotonic() - last_word > _SILENCE_S:
+                case probe.Health.SILENT | probe.Health.REFUSED if time.monotonic() - last_word > _SILENCE_S:
                     return f"has not answered for {_SILENCE_S:.0f} s"
                 case _:
                     pass

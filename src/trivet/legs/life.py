@@ -136,7 +136,7 @@ class Legs:
                     raise ServingError(str(fault), status=fault.status) from fault
                 logger.warning("generation %s: %s; trying elsewhere", request.request_id, fault)
                 faults.append(str(fault))
-                if route.prefill is not None and fault.engine == route.decode.name and fault.status is not None:
+                if record.split and fault.engine == route.decode.name and fault.status is not None:
                     # it lives and answered: what it could not do is take the KV (``kv_load_failure_policy: fail``)
                     colocate = "the KV transfer failed"
                 else:

@@ -12,7 +12,7 @@ from typing import Any
 
 import vllm.v1.engine.async_llm as async_llm
 from starlette.types import ASGIApp
-from vllm.config import VllmConfig
+from vllm.config import LoRAConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
@@ -119,6 +119,13 @@ def _config(args: Namespace) -> VllmConfig:
     logging_config = getattr(engine_args, "create_logging_config", None)
     if logging_config and "logging_config" in inspect.signature(VllmConfig).parameters:
         more["logging_config"] = logging_config()
+    # What requests are checked against besides the model: adapters, thinking budgets, tracing.
+    more["observability_config"] = engine_args.create_observability_config()
+    if engine_args.enable_lora:
+        more["lora_config"] = LoRAConfig(max_lora_rank=engine_args.max_lora_rank, max_loras=engine_args.max_loras)
+    if hasattr(engine_args, "_set_default_reasoning_config_args"):
+        engine_args._set_default_reasoning_config_args()
+        more["reasoning_config"] = engine_args.reasoning_config
     return VllmConfig(model_config=model_config, **more)
 
 
@@ -141,6 +148,8 @@ def _front_end_llm(config: VllmConfig, core: SplitCore) -> async_llm.AsyncLLM:
     if llm.engine_core is not core:
         llm.shutdown()
         raise _unknown_vllm()
+    # vLLM makes a span of its engine's timings, which are not here; trace headers reach the legs all the same.
+    llm.output_processor.tracing_enabled = False
     core.attach(llm.output_processor)
     return llm
 

@@ -65,8 +65,7 @@ class Engines:
         """Takes the fleet's newest word."""
         before, self._views = self._views, {view.name: view for view in views}
         for name, old in before.items():
-            new = self._views.get(name)
-            if old.ready and (new is None or not new.ready or new.generation != old.generation):
+            if old.ready and _has_left(old, self._views.get(name)):
                 for leave in list(self._watchers.get(name, ())):
                     leave()
 
@@ -80,9 +79,11 @@ class Engines:
 
     @contextlib.contextmanager
     def watching(self, view: EngineView, left: Callable[[], None]) -> Iterator[None]:
-        """Calls ``left`` if the engine goes out of service, or is started anew, while the block runs."""
+        """Calls ``left`` if the engine goes out of service, or is started anew, while the block runs or before."""
         watchers = self._watchers.setdefault(view.name, set())
         watchers.add(left)
+        if _has_left(view, self._views.get(view.name)):
+            left()
         try:
             yield
         finally:
@@ -113,3 +114,8 @@ class Engines:
                 self._outstanding_tokens[view.name] = left
             else:
                 self._outstanding_tokens.pop(view.name, None)
+
+
+def _has_left(old: EngineView, new: EngineView | None) -> bool:
+    """Whether what ran on an engine as it was is lost."""
+    return new is None or not new.ready or new.generation != old.generation
