@@ -181,6 +181,17 @@ async def test_a_service_with_keys_shows_one_in_its_curl_line(trivet, topology, 
             assert " -H 'Authorization: Bearer first' " in await service.line("curl ")
 
 
+@pytest.mark.parametrize(("given", "expected"), [("", "from-env"), (", api_keys: [first]", "first")])
+async def test_the_key_of_the_environment_is_in_the_curl_line_where_the_topology_has_none(
+    trivet, topology, tmp_path, monkeypatch, given, expected
+):
+    monkeypatch.setenv("VLLM_API_KEY", "from-env")
+    async with ForeignEngine("mixed-0") as engine:
+        file = topology(engine.plan.url, f"{{port: 0, drain_s: 1{given}}}")
+        async with up(trivet, tmp_path, file) as service:
+            assert f" -H 'Authorization: Bearer {expected}' " in await service.line("curl ")
+
+
 async def test_a_service_that_still_starts_stops_at_once(trivet, topology, tmp_path):
     async with ForeignEngine("mixed-0") as engine:
         engine.health = None

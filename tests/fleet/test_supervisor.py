@@ -1,6 +1,7 @@
 """The fleet over engines that are real processes (``helpers/fake_engine.py``) or somebody else's servers."""
 
 import asyncio
+import errno
 import itertools
 import json
 import os
@@ -20,6 +21,7 @@ from helpers.foreign import ForeignEngine
 from helpers.processes import below, holds, left_of
 from trivet.errors import EngineFailedError
 from trivet.fleet import probe, supervisor
+from trivet.fleet.process import GuardedProcess
 from trivet.fleet.supervisor import EngineStatus, Fleet, State
 from trivet.topology import EnginePlan, Plan, parse_topology
 
@@ -33,6 +35,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(supervisor, "_POLL_S", 0.03)
     monkeypatch.setattr(supervisor, "_BACKOFF_S", (0.05,))
     monkeypatch.setattr(supervisor, "_LAST_WORDS_S", 0.5)
+    monkeypatch.setattr(supervisor, "_RECHECK_S", 0.05)
 
 
 def unused_port() -> int:
@@ -246,6 +249,38 @@ async def test_an_engine_that_ends_during_its_canary_is_noticed_then(tmp_path):
         assert engine.noted("canaries")
 
 
+def without_memory(monkeypatch) -> None:
+    async def start(*_: object) -> GuardedProcess:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(GuardedProcess, "start", start)
+
+
+async def test_an_engine_whose_process_cannot_be_made_is_an_error(tmp_path, monkeypatch):
+    without_memory(monkeypatch)
+    async with fleet_of(tmp_path, FakeEngine(tmp_path)) as fleet:
+        error = await refusal(fleet)
+        assert error.problem == "engine mixed-0 could not be started: Cannot allocate memory"
+        assert fleet.states() == ["starting", "starting", "failed"]
+
+
+async def test_an_engine_whose_process_cannot_be_made_again_is_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "_BACKOFF_S", (0.05, 0.2))
+    engine = FakeEngine(tmp_path)
+    async with fleet_of(tmp_path, engine) as fleet:
+        await fleet.start()
+        with monkeypatch.context() as patch:
+            without_memory(patch)
+            os.kill(engine.pid, signal.SIGKILL)
+            failed = await fleet.said(State.FAILED, times=2)
+            assert failed.problem == "could not be started: Cannot allocate memory"
+            assert fleet.engines["mixed-0"].facts()["ready"] is False
+        back = await fleet.said(State.READY, times=2)
+        assert back.problem is None
+        assert back.at_s - failed.at_s >= 0.2
+        assert len(engine.noted("starts")) == 2
+
+
 async def test_an_engine_that_never_answers_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "_START_LIMIT_S", 0.4)
     async with fleet_of(tmp_path, FakeEngine(tmp_path, start="hang")) as fleet:
@@ -346,6 +381,22 @@ async def test_an_engine_that_is_silent_for_long_is_replaced(tmp_path, monkeypat
         failed = await fleet.said(State.FAILED)
         assert failed.problem == "has not answered for 0 s"
         assert failed.at_s - asked_s > 0.35
+        await fleet.said(State.READY, times=2)
+
+
+@pytest.mark.parametrize("word", [probe.Health.SILENT, probe.Health.REFUSED])
+async def test_an_engine_that_runs_and_cannot_be_reached_for_long_is_replaced(tmp_path, monkeypatch, word):
+    monkeypatch.setattr(supervisor, "_SILENCE_S", 0.2)
+    engine = FakeEngine(tmp_path)
+    async with fleet_of(tmp_path, engine) as fleet:
+        await fleet.start()
+        with monkeypatch.context() as patch:
+
+            async def health(*_: object) -> probe.Health:
+                return word
+
+            patch.setattr(probe, "health", health)
+            assert (await fleet.said(State.FAILED)).problem == "has not answered for 0 s"
         await fleet.said(State.READY, times=2)
 
 
@@ -451,27 +502,72 @@ async def test_an_engine_of_someone_else_is_asked_with_its_key(tmp_path):
         assert fleet.engines["decode-0"].facts()["api_key"] == "secret"
 
 
-@pytest.mark.parametrize(("health", "problem"), [(None, "does not answer"), (503, "says that it has died")])
-async def test_an_engine_of_someone_else_is_left_out_while_it_is_gone(tmp_path, health, problem):
+async def test_an_engine_of_someone_else_is_left_out_while_it_says_that_it_has_died(tmp_path):
     async with ForeignEngine() as engine, fleet_of(tmp_path, engine) as fleet:
         await fleet.start()
-        engine.health = health
+        engine.health = 503
         left = await fleet.said(State.WAITING, times=2)
-        assert left.problem == problem
+        assert left.problem == "says that it has died"
         engine.health = 200
         back = await fleet.said(State.READY, times=2)
         assert (back.generation, back.problem) == (2, None)
         assert len(engine.keys) == 2, "one that comes back has to generate a token first"
 
 
-async def test_one_answer_that_is_missed_is_no_absence(tmp_path, monkeypatch):
-    monkeypatch.setattr(supervisor, "_POLL_S", 0.2)
+async def test_an_engine_of_someone_else_is_left_out_a_second_after_nothing_listens_there(tmp_path, monkeypatch):
+    monkeypatch.undo()  # as it is in service
     async with ForeignEngine() as engine, fleet_of(tmp_path, engine) as fleet:
         await fleet.start()
-        engine.health = None
-        await asyncio.sleep(0.25)
-        engine.health = 200
-        await asyncio.sleep(0.5)
+        await engine.vanish()
+        vanished_s = time.monotonic()
+        left = await fleet.said(State.WAITING, times=2)
+        assert left.problem == "does not answer"
+        assert 0.5 < left.at_s - vanished_s < 2.0
+
+
+SILENCES = {"hangs": ("hangs", True), "closes": ("health", None), "errs": ("health", 500)}
+
+
+@pytest.mark.parametrize(("what", "value"), SILENCES.values(), ids=SILENCES)
+async def test_an_engine_of_someone_else_may_be_silent_for_long(tmp_path, monkeypatch, what, value):
+    """It is busy: a thousand prompts at once make a server slow to answer."""
+    monkeypatch.setattr(supervisor, "_SILENCE_S", 0.5)
+    monkeypatch.setattr(probe, "_QUESTION_TIMEOUT", aiohttp.ClientTimeout(total=0.05))
+    async with ForeignEngine() as engine, fleet_of(tmp_path, engine) as fleet:
+        await fleet.start()
+        silent_s = time.monotonic()
+        setattr(engine, what, value)
+        left = await fleet.said(State.WAITING, times=2)
+        assert left.problem == "does not answer"
+        assert 0.4 < left.at_s - silent_s < 1.5
+
+
+async def test_an_answer_within_the_silence_makes_up_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "_SILENCE_S", 0.5)
+    async with ForeignEngine() as engine, fleet_of(tmp_path, engine) as fleet:
+        await fleet.start()
+        for _ in range(3):
+            engine.health = None
+            await asyncio.sleep(0.3)
+            engine.health = 200
+            await asyncio.sleep(0.1)
+        assert fleet.states() == ["waiting", "ready"]
+
+
+async def test_a_refused_connection_that_was_one_only_is_no_absence(tmp_path, monkeypatch):
+    words = []
+    original = probe.health
+
+    async def health(session, url):
+        return words.pop() if words else await original(session, url)
+
+    monkeypatch.setattr(probe, "health", health)
+    monkeypatch.setattr(supervisor, "_POLL_S", 0.1)
+    async with ForeignEngine() as engine, fleet_of(tmp_path, engine) as fleet:
+        await fleet.start()
+        words.append(probe.Health.REFUSED)
+        await holds(lambda: not words)
+        await asyncio.sleep(0.3)
         assert fleet.states() == ["waiting", "ready"]
 
 
@@ -500,29 +596,44 @@ async def test_an_engine_of_someone_else_that_refuses_its_canary_is_refused_by_n
         assert (await refusal(fleet)).problem == f"engine decode-0 at {engine.plan.url}: {expected}"
 
 
-async def test_an_engine_that_comes_back_unfit_is_waited_for(tmp_path):
+UNFIT = {
+    "canary": ("canary", 500, 200, "HTTP 500 on a one-token request: why not"),
+    "version": (
+        "version",
+        {"version": "0.29.0"},
+        {"version": "0.30.0"},
+        "is vLLM 0.29.0; Trivet needs 0.30 or newer",
+    ),
+}
+
+
+@pytest.mark.parametrize(("what", "bad", "good", "problem"), UNFIT.values(), ids=UNFIT)
+async def test_an_engine_that_comes_back_unfit_is_told_so_and_waited_for(tmp_path, what, bad, good, problem):
+    async with ForeignEngine() as engine, fleet_of(tmp_path, engine) as fleet:
+        await fleet.start()
+        engine.health = 503
+        await fleet.said(State.WAITING, times=2)
+        setattr(engine, what, bad)
+        engine.health = 200
+        assert (await fleet.said(State.WAITING, times=3)).problem == problem
+        facts = fleet.engines["decode-0"].facts()
+        assert (facts["state"], facts["problem"]) == ("waiting", problem)
+        await fleet.said(State.WAITING, times=4)
+        setattr(engine, what, good)
+        back = await fleet.said(State.READY, times=2)
+        assert (back.generation, back.problem) == (2, None)
+
+
+async def test_an_unfit_engine_is_not_asked_all_the_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "_RECHECK_S", 0.4)
     async with ForeignEngine() as engine, fleet_of(tmp_path, engine) as fleet:
         await fleet.start()
         engine.health = 503
         await fleet.said(State.WAITING, times=2)
         engine.canary, engine.health = 500, 200
-        await holds(lambda: len(engine.keys) > 3)
-        facts = fleet.engines["decode-0"].facts()
-        assert (facts["state"], facts["problem"]) == ("waiting", "HTTP 500 on a one-token request: why not")
-        engine.canary = 200
-        assert (await fleet.said(State.READY, times=2)).problem is None
-
-
-async def test_an_engine_that_comes_back_too_old_is_waited_for(tmp_path):
-    async with ForeignEngine() as engine, fleet_of(tmp_path, engine) as fleet:
-        await fleet.start()
-        engine.health = 503
-        await fleet.said(State.WAITING, times=2)
-        engine.version, engine.health = {"version": "0.29.0"}, 200
-        await holds(lambda: "0.29.0" in (fleet.engines["decode-0"].problem or ""))
-        assert fleet.engines["decode-0"].state is State.WAITING
-        engine.version = {"version": "0.30.0"}
-        await fleet.said(State.READY, times=2)
+        times = [(await fleet.said(State.WAITING, times=number)).at_s for number in (3, 4)]
+        assert times[1] - times[0] >= 0.4
+        assert len(engine.keys) == 3
 
 
 async def test_what_an_engine_tells_of_its_cache_is_read_each_time_it_comes_up(tmp_path):

@@ -193,7 +193,7 @@ def test_one_worker_tells_the_sum_of_all(tmp_path):
             text=True,
             env=env,
         )
-        for arguments in (("0", "2", "1"), ("1", "3", "4"))
+        for arguments in (("1", "2", "1"), ("1", "3", "4"))
     ]
     try:
         assert [one.stdout.readline() for one in workers] == ["sampled\n", "sampled\n"]

@@ -173,8 +173,11 @@ def test_a_service_that_is_gone_is_not_found(state, text):
 # a worker
 
 
-def plan_of(*engines: EnginePlan, model: str = "org/model", connector=None, **gateway: Any) -> Plan:
-    topology = parse_topology(json.dumps({"tiers": {"mixed": {}}, "gateway": {"port": 0, "drain_s": 5, **gateway}}))
+def plan_of(
+    *engines: EnginePlan, model: str = "org/model", connector=None, render_env: dict | None = None, **gateway: Any
+) -> Plan:
+    tiers = {"mixed": {}, "render": {"env": render_env or {}}}
+    topology = parse_topology(json.dumps({"tiers": tiers, "gateway": {"port": 0, "drain_s": 5, **gateway}}))
     return Plan(topology, model, ("tiny",), connector, engines, (model, "--max-model-len", "512"))
 
 
@@ -318,6 +321,15 @@ async def test_a_workers_environment(tmp_path, program, monkeypatch):
         await one.worker.start()
         names = ("TRIVET_TEST_OURS", "VLLM_NO_USAGE_STATS", "HF_HUB_OFFLINE", "PROMETHEUS_MULTIPROC_DIR")
         assert [program.env(name) for name in names] == ["ours", "1", None, None]
+
+
+async def test_the_render_tiers_environment_reaches_its_workers_and_counts_most(tmp_path, program, monkeypatch):
+    monkeypatch.setenv("TRIVET_TEST_OURS", "ours")
+    plan = plan_of(render_env={"TRIVET_TEST_OURS": "its", "TRIVET_TEST_NEW": "7", "VLLM_NO_USAGE_STATS": "0"})
+    async with worker_of(tmp_path, plan) as one:
+        await one.worker.start()
+        names = ("TRIVET_TEST_OURS", "TRIVET_TEST_NEW", "VLLM_NO_USAGE_STATS")
+        assert [program.env(name) for name in names] == ["its", "7", "0"]
 
 
 async def test_usage_statistics_are_sent_only_if_a_person_wants_it(tmp_path, program, monkeypatch):

@@ -38,7 +38,8 @@ class Trivet:
         self.env = {"TRIVET_STATE": str(self.state), "TRIVET_CACHE": str(folder / "cache"), "COLUMNS": "200"}
         for name, value in self.env.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.delenv("TRIVET_API_KEY", raising=False)
+        for name in ("TRIVET_API_KEY", "VLLM_API_KEY"):
+            monkeypatch.delenv(name, raising=False)
 
     def __call__(self, *arguments: str | Path) -> Done:
         self._monkeypatch.setattr(sys, "argv", ["trivet", *(str(one) for one in arguments)])

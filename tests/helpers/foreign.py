@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
@@ -14,10 +16,13 @@ class ForeignEngine:
     def __init__(self, name: str = "decode-0", *, api_key: str | None = None, started_by: str = "someone else") -> None:
         self.health: int | None = 200
         """None closes the connection."""
+        self.hangs = False
+        """It takes questions about its health and answers nothing."""
         self.version: object = {"version": "0.32.0"}
         self.canary = 200
         self.metrics = ""
         self.keys: list[str | None] = []
+        self._url: str | None = None
         application = web.Application()
         application.router.add_get("/health", self._health)
         application.router.add_get("/version", self._version)
@@ -33,13 +38,23 @@ class ForeignEngine:
     async def __aexit__(self, *_: object) -> None:
         await self._server.close()
 
+    async def vanish(self) -> None:
+        """Nothing listens there from now on."""
+        self._url = self.url
+        await self._server.close()
+
+    @property
+    def url(self) -> str:
+        return self._url or str(self._server.make_url("")).rstrip("/")
+
     @property
     def plan(self) -> EnginePlan:
-        url = str(self._server.make_url("")).rstrip("/")
         tier = self._name.partition("-")[0]
-        return EnginePlan(self._name, tier, url, "cuda", self._started_by, api_key=self._api_key)
+        return EnginePlan(self._name, tier, self.url, "cuda", self._started_by, api_key=self._api_key)
 
     async def _health(self, request: web.Request) -> web.Response:
+        if self.hangs:
+            await asyncio.Event().wait()
         if self.health is None:
             request.transport.abort()
         return web.Response(status=self.health or 500)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 from dataclasses import replace
 
 import pytest
@@ -26,6 +27,7 @@ from helpers.engines import (
     usage,
     whole,
 )
+from helpers.processes import holds
 from trivet.connectors import NixlConnector
 from trivet.journal import GenerationRecord, Journal, current_request
 from trivet.legs import life
@@ -68,6 +70,16 @@ class Service:
     def record(self) -> GenerationRecord:
         """That of the only generation so far, or of the last."""
         return self.records[-1]
+
+    def loses(self, name: str, how: str) -> None:
+        """The fleet says that an engine is out of service."""
+        change = {
+            "not ready": lambda view: [replace(view, ready=False)],
+            "gone": lambda _: [],
+            "started anew": lambda view: [replace(view, generation=view.generation + 1)],
+        }[how]
+        views = self.engines.all()
+        self.engines.update(new for view in views for new in (change(view) if view.name == name else [view]))
 
     def outstanding(self) -> dict[str, int]:
         """Engines with outstanding tokens."""
@@ -215,6 +227,16 @@ async def test_requests_spread_over_the_engines():
     assert (len(p.calls), len(q.calls)) == (2, 2)
 
 
+async def test_requests_one_after_the_other_go_to_the_engines_in_turn():
+    engines = [*(prefill(name=f"prefill-{n}") for n in (0, 1)), *(decode(name=f"decode-{n}") for n in (0, 1))]
+    async with serving(*engines) as service:
+        for _ in range(4):
+            await service.ask()
+    assert [len(one.calls) for one in engines] == [2, 2, 2, 2]
+    pairs = [(record.prefill_engine, record.decode_engine) for record in service.records]
+    assert pairs == [("prefill-0", "decode-0"), ("prefill-1", "decode-1")] * 2
+
+
 # the record
 
 
@@ -315,6 +337,9 @@ async def test_a_request_for_which_prefill_hands_nothing_over_is_served_colocate
 # prefill fails
 
 TROUBLE = {
+    "401": (refusing(401), "not today"),
+    "403": (refusing(403), "not today"),
+    "404": (refusing(404), "not today"),
     "500": (refusing(500), "not today"),
     "503": (refusing(503), "not today"),
     "408": (refusing(408), "not today"),
@@ -361,33 +386,78 @@ async def test_a_prefill_that_refuses_connections_is_replaced_too():
 
 DECODE_TROUBLE = {
     "500": (refusing(500), "not today"),
+    "403": (refusing(403), "not today"),
     "error event": (streaming({"error": {"message": "KV load failed", "code": 500}}, DONE), "KV load failed"),
     "ends": (streaming(DONE), "the stream ended before the answer did"),
-    "closed": (cutting(), "no answer (ServerDisconnectedError: Server disconnected)"),
 }
 
 
 @pytest.mark.parametrize(("reply", "problem"), DECODE_TROUBLE.values(), ids=DECODE_TROUBLE)
-async def test_a_decode_leg_that_fails_before_its_first_token_is_tried_elsewhere(reply, problem):
+async def test_a_decode_that_could_not_take_the_kv_serves_the_request_colocated(reply, problem):
+    p, d = prefill(), decode(reply, speaking(5, 6))
+    async with serving(p, d) as service:
+        assert tokens_of(await service.ask()) == [5, 6]
+    first, again = (call for call in d.calls if call.leg == "decode")
+    assert first.body["kv_transfer_params"] == HANDED_OVER
+    assert "kv_transfer_params" not in again.body
+    assert p.legs() == ["prefill"]
+    assert (service.record.split, service.record.decode_engine) == (False, "decode-0")
+    assert service.record.reason == f"the KV transfer failed (decode-0: {problem})"
+
+
+async def test_after_a_failed_transfer_another_decode_has_its_turn():
+    p, d, e = prefill(), decode(refusing(500)), decode(name="decode-1")
+    async with serving(p, d, e) as service:
+        assert tokens_of(await service.ask()) == [5, 6]
+    assert (service.record.split, service.record.decode_engine) == (False, "decode-1")
+    assert service.record.reason == "the KV transfer failed (decode-0: not today)"
+
+
+async def test_a_decode_that_fails_colocated_as_well_is_not_asked_again():
+    async with serving(prefill(), decode(refusing(500, "a"), refusing(500, "b"))) as service:
+        message, status = await service.refused()
+    assert message.startswith("no engine could serve this request: decode-0: a; decode-0: ")
+    assert (status, message.count("decode-0: ")) == (502, 2)
+
+
+async def test_a_decode_that_fails_without_kv_to_take_is_avoided():
+    p, d, m = prefill(whole(params=None)), decode(refusing(500)), mixed()
+    async with serving(p, d, m) as service:
+        assert tokens_of(await service.ask()) == [8, 9]
+    assert service.record.reason == "no decode engine is ready (decode-0: not today)"
+
+
+async def test_a_decode_that_breaks_off_without_an_answer_is_avoided_and_the_request_split_again():
     second = HANDED_OVER | {"remote_request_id": "second"}
-    p, d, e = prefill(whole(), whole(params=second)), decode(reply), decode(name="decode-1")
+    p, d, e = prefill(whole(), whole(params=second)), decode(cutting()), decode(name="decode-1")
     async with serving(p, d, e) as service:
         assert tokens_of(await service.ask()) == [5, 6]
     assert p.legs() == ["prefill", "prefill"]
     (again,) = [call for call in e.calls if call.leg == "decode"]
     assert again.body["kv_transfer_params"] == second
     assert (service.record.split, service.record.decode_engine) == (True, "decode-1")
+    problem = "no answer (ServerDisconnectedError: Server disconnected)"
     assert service.record.reason == f"a pair is ready (decode-0: {problem})"
 
 
-@pytest.mark.parametrize("reply", [one for one, _ in DECODE_TROUBLE.values()], ids=DECODE_TROUBLE)
-async def test_the_kv_that_it_did_not_take_is_released(reply):
+@pytest.mark.parametrize("reply", [refusing(500), cutting()], ids=["500", "closed"])
+async def test_the_kv_of_a_leg_that_decode_did_not_accept_is_released_elsewhere(reply):
     p, d, e = prefill(), decode(reply), decode(name="decode-1")
     async with serving(p, d, e) as service:
         await service.ask()
         await service.legs.close()
         (release,) = [call for call in e.calls if call.leg == "release"]
     assert release.body["kv_transfer_params"] == HANDED_OVER
+    assert d.legs() == ["decode"]
+
+
+@pytest.mark.parametrize("name", ["error event", "ends"])
+async def test_the_kv_of_a_leg_that_decode_accepted_is_decodes_to_release(name):
+    p, d, e = prefill(), decode(DECODE_TROUBLE[name][0]), decode(name="decode-1")
+    async with serving(p, d, e) as service:
+        await service.ask()
+        await service.legs.close()
+    assert (d.legs(), e.legs()) == (["decode"], ["decode"])
 
 
 async def test_a_release_is_the_shortest_request_with_the_same_prompt():
@@ -414,7 +484,7 @@ async def test_stamps_of_a_failed_attempt_are_forgotten():
         assert tokens_of(await service.ask()) == [8, 9]
     record = service.record
     assert (record.split, record.decode_engine, record.prefill_engine) == (False, "mixed-0", None)
-    assert record.reason == "no decode engine is ready (decode-0: not today)"
+    assert record.reason == "the KV transfer failed (decode-0: not today)"
     assert (record.prefill_start_s, record.prefill_end_s, record.cached_tokens) == (None, None, None)
 
 
@@ -453,7 +523,7 @@ async def test_an_answer_that_breaks_off_is_the_clients_to_see(reply, problem):
 # the request itself is refused
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 422])
+@pytest.mark.parametrize("status", [400, 413, 422])
 async def test_what_prefill_refuses_as_the_clients_fault_is_not_retried(status):
     p, q, d = prefill(refusing(status, "too long")), prefill(name="prefill-1"), decode()
     async with serving(p, q, d) as service:
@@ -466,7 +536,112 @@ async def test_what_decode_refuses_as_the_clients_fault_is_not_retried_and_relea
     p, d, e = prefill(), decode(refusing(400, "odd")), decode(name="decode-1")
     async with serving(p, d, e) as service:
         assert await service.refused() == ("decode-0: odd", 400)
-    assert (p.legs(), d.legs(), e.legs()) == (["prefill"], ["decode", "release"], ["release"])
+    assert (p.legs(), d.legs(), e.legs()) == (["prefill"], ["decode"], ["release"])
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 405, 408, 429])
+async def test_other_refusals_are_the_engines_trouble_and_not_the_clients(status):
+    async with serving(prefill(refusing(status, "a")), decode(refusing(status, "b"))) as service:
+        expected = "no engine could serve this request: prefill-0: a; decode-0: b"
+        assert await service.refused() == (expected, 502)
+
+
+# an engine goes out of service
+
+LOST = ["not ready", "gone", "started anew"]
+
+
+@pytest.mark.parametrize("how", LOST)
+async def test_a_prefill_leg_ends_when_its_engine_goes_out_of_service(how):
+    p, q, d = prefill(hanging()), prefill(name="prefill-1"), decode()
+    async with serving(p, q, d) as service:
+        task = asyncio.create_task(service.ask())
+        call = await p.call()
+        service.loses("prefill-0", how)
+        assert tokens_of(await asyncio.wait_for(task, WAIT_S)) == [5, 6]
+        await call.end()
+        assert call.cancelled
+    assert (service.record.split, service.record.prefill_engine) == (True, "prefill-1")
+    assert service.record.reason == "a pair is ready (prefill-0: went out of service)"
+
+
+@pytest.mark.parametrize("how", LOST)
+@pytest.mark.parametrize("answered", [False, True])
+async def test_a_decode_leg_without_a_token_is_tried_elsewhere_when_its_engine_goes_out_of_service(answered, how):
+    reply = streaming(b": waiting\n\n", asyncio.Event()) if answered else hanging()
+    p, d, e = prefill(), decode(reply), decode(name="decode-1")
+    async with serving(p, d, e) as service:
+        task = asyncio.create_task(service.ask())
+        call = await d.call()
+        service.loses("decode-0", how)
+        assert tokens_of(await asyncio.wait_for(task, WAIT_S)) == [5, 6]
+        await call.end()
+        assert call.cancelled
+    assert (service.record.split, service.record.decode_engine) == (True, "decode-1")
+    assert service.record.reason == "a pair is ready (decode-0: went out of service)"
+
+
+@pytest.mark.parametrize("how", LOST)
+async def test_a_decode_that_goes_out_of_service_while_prefill_runs_is_not_waited_for(how):
+    answer = asyncio.Event()
+    p = prefill(streaming(answer, json.dumps({"kv_transfer_params": HANDED_OVER}).encode()), whole())
+    d, e = decode(hanging()), decode(name="decode-1")
+    async with serving(p, d, e) as service:
+        task = asyncio.create_task(service.ask())
+        await p.call()
+        service.loses("decode-0", how)
+        answer.set()
+        assert tokens_of(await asyncio.wait_for(task, WAIT_S)) == [5, 6]
+    assert service.record.reason == "a pair is ready (decode-0: went out of service)"
+
+
+@pytest.mark.parametrize("how", LOST)
+async def test_an_answer_breaks_off_when_its_engine_goes_out_of_service(how):
+    p, d, e = prefill(), decode(streaming(chunk(5), asyncio.Event())), decode(name="decode-1")
+    async with serving(p, d, e) as service:
+        task = asyncio.create_task(service.refused())
+        await holds(lambda: service.chunks)
+        await asyncio.sleep(0)  # the next token is being waited for
+        service.loses("decode-0", how)
+        expected = ("the answer broke off: decode-0: went out of service", 502)
+        assert await asyncio.wait_for(task, WAIT_S) == expected
+        await d.calls[0].end()
+        assert d.calls[0].cancelled
+    assert tokens_of(service.chunks) == [5]
+    assert e.calls == []
+
+
+@pytest.mark.parametrize("how", LOST)
+async def test_an_answer_breaks_off_when_its_engine_went_out_of_service_while_the_client_was_busy(how):
+    p, d = prefill(), decode(streaming(chunk(5), asyncio.Event()))
+    async with serving(p, d) as service:
+        chunks = service.legs.run(token_request())
+        assert (await anext(chunks)).token_ids == [5]
+        service.loses("decode-0", how)
+        with pytest.raises(ServingError, match=r"^the answer broke off: decode-0: went out of service$"):
+            await asyncio.wait_for(anext(chunks), WAIT_S)
+
+
+async def test_a_colocated_leg_ends_when_its_engine_goes_out_of_service():
+    m, d = mixed(hanging()), decode()
+    async with serving(m, d) as service:
+        task = asyncio.create_task(service.ask(unsplittable="it is special"))
+        await m.call()
+        service.loses("mixed-0", "gone")
+        assert tokens_of(await asyncio.wait_for(task, WAIT_S)) == [5, 6]
+    assert service.record.reason == "it is special (mixed-0: went out of service)"
+
+
+async def test_a_leg_runs_on_when_another_engine_goes_out_of_service():
+    more = asyncio.Event()
+    d, e = decode(streaming(chunk(5), more, chunk(6, finish_reason="length"), usage(), DONE)), decode(name="decode-1")
+    async with serving(prefill(), d, e) as service:
+        task = asyncio.create_task(service.ask())
+        await holds(lambda: service.chunks)
+        service.loses("decode-1", "gone")
+        service.loses("prefill-0", "gone")
+        more.set()
+        assert tokens_of(await asyncio.wait_for(task, WAIT_S)) == [5, 6]
 
 
 # nothing can serve
@@ -535,13 +710,27 @@ async def test_cancelling_before_decodes_first_token_releases_the_kv():
     assert service.record.finish_reason == "abort"
 
 
-async def test_cancelling_a_decode_stream_that_has_begun_without_a_token_releases_the_kv():
-    p, d = prefill(), decode(streaming(b": waiting\n\n", asyncio.Event()), speaking(5))
+async def test_cancelling_a_decode_leg_that_was_accepted_releases_nothing(monkeypatch):
+    """Decode tells prefill itself."""
+    accepted, original = asyncio.Event(), life.stream
+
+    def stream(*arguments):
+        def on_accepted():
+            arguments[-1]()
+            accepted.set()
+
+        return original(*arguments[:-1], on_accepted)
+
+    monkeypatch.setattr(life, "stream", stream)
+    p, d = prefill(), decode(streaming(b": waiting\n\n", asyncio.Event()))
     async with serving(p, d) as service:
         task = asyncio.create_task(service.ask())
-        await d.call()
+        await asyncio.wait_for(accepted.wait(), WAIT_S)
         await cancelled(task)
-        assert (await d.call(1)).leg == "release"
+        assert service.legs.releases_pending == 0
+        await d.calls[0].end()
+        assert d.calls[0].cancelled
+    assert d.legs() == ["decode"]
 
 
 async def test_cancelling_between_the_legs_releases_the_kv():
@@ -595,15 +784,27 @@ async def held_without_a_taker(*engines) -> tuple[Service, list[str]]:
     return service, [one.legs() for one in engines]
 
 
-async def test_one_engine_releases():
+async def test_one_engine_releases_and_it_is_not_the_one_that_just_failed():
     _, legs = await held_without_a_taker(decode(hanging(), speaking(5)), decode(name="decode-1"))
-    assert legs == [["decode", "release"], []]
+    assert legs == [["decode"], ["release"]]
 
 
 async def test_an_engine_that_cannot_release_leaves_it_to_the_next():
-    d, e = decode(hanging(), refusing(500)), decode(name="decode-1")
+    d, e = decode(hanging(), speaking(5)), decode(refusing(500), name="decode-1")
     _, legs = await held_without_a_taker(d, e)
     assert legs == [["decode", "release"], ["release"]]
+
+
+async def test_an_engine_that_releases_too_slowly_leaves_it_to_the_next(caplog, monkeypatch):
+    d, e = decode(hanging(), speaking(5)), decode(hanging(), name="decode-1")
+    async with serving(prefill(), d, e) as service:
+        task = asyncio.create_task(service.ask())
+        await d.call()
+        monkeypatch.setattr(life, "_RELEASE_TIMEOUT_S", 0.1)
+        await cancelled(task)
+        await holds(lambda: service.legs.releases_pending == 0)
+    assert (d.legs(), e.legs()) == (["decode", "release"], ["release"])
+    assert [one for one in caplog.messages if "gen-1" in one] == ["releasing KV of gen-1 at decode-1: too slow"]
 
 
 async def test_kv_that_nobody_can_release_is_left_to_its_lease_with_a_word(caplog):
@@ -612,12 +813,17 @@ async def test_kv_that_nobody_can_release_is_left_to_its_lease_with_a_word(caplo
     assert "KV of gen-1 is left to its lease: no decode engine could release it" in caplog.messages
 
 
-async def test_a_release_that_takes_too_long_is_given_up(caplog, monkeypatch):
-    monkeypatch.setattr(life, "_RELEASE_TIMEOUT_S", 0.1)
-    service, legs = await held_without_a_taker(decode(hanging()))
-    assert legs == [["decode", "release"]]
-    assert "KV of gen-1 is left to its lease: releasing it took too long" in caplog.messages
-    assert service.legs.releases_pending == 0
+async def test_closing_gives_up_on_a_release_that_takes_too_long(monkeypatch):
+    d = decode(hanging())
+    async with serving(prefill(), d) as service:
+        task = asyncio.create_task(service.ask())
+        await d.call()
+        await cancelled(task)
+        release = await d.call(1)
+        monkeypatch.setattr(life, "_RELEASE_TIMEOUT_S", 0.05)
+        await asyncio.wait_for(service.legs.close(), 1.0)
+        await release.end()
+        assert (release.leg, release.cancelled) == ("release", True)
 
 
 async def test_closing_waits_for_releases():

@@ -3,9 +3,11 @@ import json
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from helpers.engines import (
     DONE,
+    WAIT_S,
     FakeEngine,
     chunk,
     cutting,
@@ -194,12 +196,63 @@ async def test_events_may_come_byte_by_byte(session, engine):
         b"\n\n\n" + EVENTS,
         EVENTS.replace(b"\n\n", b"\n"),
         EVENTS + sse(chunk(99)),  # nothing counts behind the end mark
+        EVENTS + sse({"error": {"message": "late", "code": 500}}) + b"data: {oops\n\n" + sse(usage(99)) + DONE,
     ],
-    ids=["CRLF", "no space", "other fields", "empty lines", "single newlines", "after the end"],
+    ids=["CRLF", "no space", "other fields", "empty lines", "single newlines", "after the end", "faults after it"],
 )
 async def test_other_forms_of_the_same_events_are_read_alike(session, engine, written):
     engine.replies = [streaming(written)]
     assert await read(session, engine) == SPOKEN
+
+
+async def test_streamed_legs_in_a_row_share_a_connection(session, engine):
+    """The end of the body comes a moment behind the end mark; a connection left before it would be closed."""
+    connections = []
+
+    async def reply(request: web.Request) -> web.StreamResponse:
+        connections.append(request.transport.get_extra_info("peername"))
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        await answer.write(EVENTS)
+        await asyncio.sleep(0.005)
+        await answer.write_eof()
+        return answer
+
+    engine.replies = [reply]
+    for _ in range(10):
+        assert await read(session, engine) == SPOKEN
+    assert (len(connections), len(set(connections))) == (10, 1)
+
+
+async def test_whole_legs_in_a_row_share_a_connection(session, engine):
+    connections = []
+
+    async def reply(request: web.Request) -> web.StreamResponse:
+        connections.append(request.transport.get_extra_info("peername"))
+        return await whole(7)(request)
+
+    engine.replies = [reply]
+    for _ in range(10):
+        await generate(session, engine.name, engine.url, BODY, HEADERS)
+    assert (len(connections), len(set(connections))) == (10, 1)
+
+
+async def test_acceptance_is_told_before_the_first_token(session, engine):
+    token, accepted = asyncio.Event(), asyncio.Event()
+    engine.replies = [streaming(token, chunk(5, finish_reason="stop"), usage(), DONE)]
+    first = asyncio.ensure_future(anext(stream(session, engine.name, engine.url, BODY, HEADERS, accepted.set)))
+    await asyncio.wait_for(accepted.wait(), WAIT_S)
+    assert not first.done()
+    token.set()
+    assert await first == TokenChunk([5], finish_reason="stop")
+
+
+@pytest.mark.parametrize("reply", [refusing(500), refusing(400), cutting()], ids=["500", "400", "closed"])
+async def test_a_leg_that_is_refused_was_not_accepted(session, engine, reply):
+    told = []
+    engine.replies = [reply]
+    await fault(anext(stream(session, engine.name, engine.url, BODY, HEADERS, lambda: told.append(1))))
+    assert told == []
 
 
 async def received_and_fault(session, engine) -> tuple[list[int], str, int | None]:
@@ -262,6 +315,12 @@ async def test_a_connection_that_breaks_in_the_middle_is_a_fault(session, engine
 async def test_a_connection_that_breaks_behind_the_finish_reason_is_none(session, engine):
     engine.replies = [streaming(chunk(5, finish_reason="stop"), cut=True)]
     assert await read(session, engine) == [TokenChunk([5], finish_reason="stop")]
+
+
+async def test_a_connection_that_breaks_behind_the_end_mark_is_none(session, engine):
+    engine.replies = [streaming(chunk(5), usage(3), DONE, cut=True)]
+    expected = [TokenChunk([5]), TokenChunk((), finish_reason="stop", cached_tokens=3)]
+    assert await read(session, engine) == expected
 
 
 async def test_closing_a_stream_ends_the_leg_at_the_engine(session, engine):

@@ -238,7 +238,7 @@ class Legs:
         """
         try:
             async with asyncio.timeout(None) as limit:
-                with self._engines.watching(engine, lambda: limit.reschedule(0)):
+                with self._engines.watching(engine, lambda: limit.reschedule(0) if limit.when() is None else None):
                     yield
         except TimeoutError:
             raise LegError(engine.name, "went out of service") from None
@@ -277,7 +277,8 @@ class Legs:
                             pass
                     return
                 except (LegError, TimeoutError) as error:
-                    logger.warning("releasing KV of %s at %s: %s", request.request_id, engine.name, error or "too slow")
+                    problem = str(error) or "too slow"
+                    logger.warning("releasing KV of %s at %s: %s", request.request_id, engine.name, problem)
             logger.warning("KV of %s is left to its lease: no decode engine could release it", request.request_id)
         finally:
             self.releases_pending -= 1
