@@ -155,7 +155,10 @@ def test_notes_are_shown(trivet, tmp_path):
     path = tmp_path / "t.yaml"
     path.write_text("model: {name: org/model}\ntiers: {mixed: {replicas: 5}}\n")
     done = trivet("topology", "show", path)
-    assert "note: 5 CPU engines share 4 core(s): they will slow each other, and times mean little" in done.out
+    assert (
+        "note: 5 CPU engines share 4 core(s): they will slow each other, "
+        "times mean little, and under load a transfer may stall" in done.out
+    )
     assert json.loads(trivet("topology", "show", path, "--json").out)["notes"]
 
 

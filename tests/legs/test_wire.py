@@ -66,6 +66,15 @@ async def test_a_leg_is_a_post_of_its_body(session, engine):
     assert engine.calls[0].headers["X-Request-Id"] == "gen-1-decode"
 
 
+async def test_token_ids_that_are_keys_are_sent_as_json_has_them(session, engine):
+    engine.replies = [whole(7), streaming(EVENTS)]
+    biased = {**BODY, "sampling_params": {**BODY["sampling_params"], "logit_bias": {1000: 5.0}}}
+    await generate(session, engine.name, engine.url, biased, HEADERS)
+    assert [one async for one in stream(session, engine.name, engine.url, biased, HEADERS)]
+    for call in engine.calls:
+        assert call.body["sampling_params"]["logit_bias"] == {"1000": 5.0}
+
+
 @pytest.mark.parametrize(
     ("reply", "expected"),
     [

@@ -754,9 +754,9 @@ async def test_a_model_that_cannot_be_read_is_told(serving, model_folder, tmp_pa
         async with serving(folder):
             pass
     problem = caught.value.problem
-    assert problem.startswith(f"the render tier cannot read the model {str(folder)!r}: ")
+    assert problem.startswith(f"the render tier cannot set up {str(folder)!r}: ")
     assert "\n" not in problem
-    assert len(problem) > len(f"the render tier cannot read the model {str(folder)!r}: ")
+    assert len(problem) > len(f"the render tier cannot set up {str(folder)!r}: ")
     assert caught.value.mend.startswith("give a Hugging Face folder")
 
 

@@ -297,10 +297,20 @@ def test_cpu_engines_have_disjoint_cores(text, available, expected):
         assert variable(plan.engine(name), "TRIVET_CPU_CORES") == joined
 
 
+def test_an_engine_of_someone_else_on_this_host_may_sit_on_our_cores():
+    text = "tiers: {prefill: , decode: {engines: [{url: 'http://127.0.0.1:1'}]}}"
+    (note,) = plan_of(text, cpu()).notes
+    assert note.startswith("decode-0 runs on this host too, on cores that Trivet does not know: give prefill-0 `cores`")
+    assert plan_of(text.replace("prefill: ", "prefill: {cores: [0]}"), cpu()).notes == ()
+
+
 def test_more_engines_than_cores_share_them_with_a_note():
     plan = plan_of("tiers: {prefill: {replicas: 2}, decode: }", cpu(2))
     assert cores(plan) == {"prefill-0": (0,), "prefill-1": (1,), "decode-0": (0,)}
-    assert plan.notes == ("3 CPU engines share 2 core(s): they will slow each other, and times mean little",)
+    assert plan.notes == (
+        "3 CPU engines share 2 core(s): they will slow each other, "
+        "times mean little, and under load a transfer may stall",
+    )
 
 
 def test_cores_that_two_engines_name_are_refused_by_line():

@@ -31,7 +31,8 @@ def status(
         return
     table = Table(box=None, header_style="bold")
     for column in ("tier", "engine", "state", "running", "waiting", "KV used", "restarts", "address"):
-        table.add_column(column, justify="right" if column in ("running", "waiting", "KV used", "restarts") else "left")
+        right = column in ("running", "waiting", "KV used", "restarts")
+        table.add_column(column, justify="right" if right else "left", overflow="fold")
     for engine in facts["engines"]:
         load = engine.get("load") or {}
         style = "green" if engine["ready"] else "red"

@@ -90,6 +90,9 @@ class Legs:
         except ServingError as error:
             record.error = error.message
             raise
+        except Exception as error:
+            record.error = f"{type(error).__name__}: {error}"
+            raise
         except (asyncio.CancelledError, GeneratorExit):
             record.finish_reason = record.finish_reason or "abort"
             raise

@@ -44,7 +44,7 @@ async def generate(
         LegError: no answer, or one that is not 200.
     """
     try:
-        async with session.post(f"{url}/inference/v1/generate", data=orjson.dumps(body), headers=headers) as answer:
+        async with session.post(f"{url}/inference/v1/generate", data=_dump(body), headers=headers) as answer:
             content = await answer.read()
             if answer.status != 200:
                 raise LegError(engine, _error_text(content, answer.status), status=answer.status)
@@ -79,7 +79,7 @@ async def stream(
     cached_tokens: int | None = None
     tokens, done = 0, False
     try:
-        async with session.post(f"{url}/inference/v1/generate", data=orjson.dumps(body), headers=headers) as answer:
+        async with session.post(f"{url}/inference/v1/generate", data=_dump(body), headers=headers) as answer:
             if answer.status != 200:
                 raise LegError(engine, _error_text(await answer.read(), answer.status), status=answer.status)
             accepted()
@@ -117,6 +117,11 @@ def _with_stop_reason(chunk: TokenChunk, body: Mapping[str, Any]) -> TokenChunk:
     if chunk.finish_reason == "stop" and chunk.stop_reason is None and chunk.token_ids and chunk.token_ids[-1] in stops:
         return replace(chunk, stop_reason=chunk.token_ids[-1])
     return chunk
+
+
+def _dump(body: Mapping[str, Any]) -> bytes:
+    """As JSON; token ids that are keys (``logit_bias``) become strings, as JSON has them."""
+    return orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

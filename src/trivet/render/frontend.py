@@ -92,10 +92,13 @@ async def open_frontend(flags: Sequence[str], engine: TokenEngine) -> AsyncItera
     except TrivetError:
         raise
     except Exception as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        # pydantic counts its errors first and says what is wrong behind
+        problem = lines[1] if len(lines) > 1 and "validation error" in lines[0] else lines[0]
         raise TrivetError(
-            f"the render tier cannot read the model {args.model!r}: {first_line}",
-            mend="give a Hugging Face folder (config.json, tokenizer) or a hub name that this machine can reach",
+            f"the render tier cannot set up {args.model!r}: {problem}",
+            mend="give a Hugging Face folder (config.json, tokenizer) or a hub name that this machine can reach, and a "
+            "max_length and flags that fit it",
         ) from error
     try:
         tasks = await llm.get_supported_tasks()

@@ -402,6 +402,12 @@ class _Planner:
                     )
                 claimed[core] = entry.name
         rest = [e for e in here if e.name not in shares]
+        strangers = [e.name for e in entries if e.engine.url is not None and e.is_near and e.device == "cpu"]
+        if strangers and rest:
+            self._notes.append(
+                f"{strangers[0]} runs on this host too, on cores that Trivet does not know: give "
+                f"{', '.join(e.name for e in rest)} `cores` of their own, or transfers may stall"
+            )
         free = [core for core in self._machine.cores if core not in claimed]
         if rest and len(free) >= len(rest):
             spare = 1 if len(free) > 2 * len(rest) else 0  # the gateway renders on it
@@ -410,7 +416,8 @@ class _Planner:
                 shares[entry.name] = tuple(free[number * size : (number + 1) * size])
         elif rest:
             self._notes.append(
-                f"{len(rest)} CPU engines share {len(free)} core(s): they will slow each other, and times mean little"
+                f"{len(rest)} CPU engines share {len(free)} core(s): they will slow each other, times mean little, and "
+                "under load a transfer may stall"
             )
             pool = free or list(self._machine.cores)
             for number, entry in enumerate(rest):
