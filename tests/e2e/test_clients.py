@@ -122,6 +122,25 @@ def test_log_probabilities(split, plain):
 
 
 @pytest.mark.usefixtures("all_split")
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"logit_bias": {"1000": 100, "7": -100}},
+        {"frequency_penalty": 1.5, "presence_penalty": 0.5},
+        {"temperature": 1.2, "seed": 11, "top_p": 0.9},
+        {"extra_body": {"bad_words": ["lamp"], "min_tokens": 6, "repetition_penalty": 1.3}},
+    ],
+    ids=["logit_bias", "penalties", "seed", "bad_words"],
+)
+def test_what_shapes_sampling_reaches_decode(split, plain, sampling):
+    def ask(client):
+        request = {"model": "tiny", "messages": MESSAGES, "max_tokens": 8, "temperature": 0, **sampling}
+        return client.chat.completions.create(**request).choices[0].message.content
+
+    assert ask(split) == ask(plain)
+
+
+@pytest.mark.usefixtures("all_split")
 def test_as_many_log_probabilities_as_are_allowed_and_no_more(split, plain):
     def ask(client, logprobs):
         return client.completions.create(
