@@ -50,9 +50,14 @@ def shell(script: str) -> list[str]:
 @pytest.mark.parametrize(("script", "status"), [("exit 0", 0), ("exit 3", 3), ("kill -KILL $$", 137)])
 async def test_the_commands_status_is_told(log, script, status):
     async with started(*shell(script), log=log) as process:
-        assert process.status is None
         assert await process.wait() == status
         assert process.status == status
+
+
+async def test_a_command_that_runs_has_no_status(log):
+    async with started("sleep", "60", log=log) as process:
+        await asyncio.sleep(0.1)
+        assert process.status is None
 
 
 async def test_output_is_appended_to_the_log(log):

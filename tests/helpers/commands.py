@@ -35,7 +35,12 @@ class Trivet:
         self._monkeypatch = monkeypatch
         self._capsys = capsys
         self.state = folder / "state"
-        self.env = {"TRIVET_STATE": str(self.state), "TRIVET_CACHE": str(folder / "cache"), "COLUMNS": "200"}
+        self.env = {
+            "TRIVET_STATE": str(self.state),
+            "TRIVET_CACHE": str(folder / "cache"),
+            "TMPDIR": str(folder),  # for the locks of ports
+            "COLUMNS": "200",
+        }
         for name, value in self.env.items():
             monkeypatch.setenv(name, value)
         for name in ("TRIVET_API_KEY", "VLLM_API_KEY"):

@@ -47,10 +47,12 @@ FLAGS = ("--served-model-name", "tiny", "alias", "--enable-prompt-tokens-details
 
 
 @contextlib.contextmanager
-def vllm_around() -> Iterator[None]:
+def vllm_around(cache: Path) -> Iterator[None]:
     """Inside, vLLM can be imported and set up; behind, this process is for other tests as it was."""
     environment, version = dict(os.environ), importlib.metadata.version
     os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["VLLM_CACHE_ROOT"] = str(cache / "vllm")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache / "torchinductor")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
