@@ -280,7 +280,10 @@ class Fleet:
     async def _learn(self, status: EngineStatus) -> None:
         """Reads what a gateway must know of an engine that has just come up."""
         assert self._session is not None
-        metrics = await probe.metrics(self._session, status.plan.url)
+        for _ in range(3):  # it is busy just then: its siblings may still be starting
+            if (metrics := await probe.metrics(self._session, status.plan.url)) is not None:
+                break
+            await asyncio.sleep(_POLL_S)
         status.cached_block_tokens = metrics.cached_block_tokens if metrics else None
 
     def _change(self, status: EngineStatus, state: State) -> None:
