@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,7 @@ class Trivet:
         }
         for name, value in self.env.items():
             monkeypatch.setenv(name, value)
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
         for name in ("TRIVET_API_KEY", "VLLM_API_KEY"):
             monkeypatch.delenv(name, raising=False)
 

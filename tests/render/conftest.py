@@ -51,7 +51,6 @@ def vllm_around(cache: Path) -> Iterator[None]:
     """Inside, vLLM can be imported and set up; behind, this process is for other tests as it was."""
     environment, version = dict(os.environ), importlib.metadata.version
     os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ["VLLM_CACHE_ROOT"] = str(cache / "vllm")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache / "torchinductor")
     try:
         with warnings.catch_warnings():
@@ -112,9 +111,15 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def frontend() -> ModuleType:
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where torch keeps what it has worked out. (What vLLM knows of a model's class takes 10 s to find out again.)"""
+    return tmp_path_factory.mktemp("caches")
+
+
+@pytest.fixture(scope="session")
+def frontend(caches: Path) -> ModuleType:
     """``trivet.render.frontend``, imported as late as this: it brings vLLM and torch."""
-    with vllm_around():
+    with vllm_around(caches):
         import trivet.render.frontend
     return trivet.render.frontend
 
@@ -128,11 +133,11 @@ def core(frontend: ModuleType) -> ModuleType:
 
 
 @contextlib.asynccontextmanager
-async def serving(module: ModuleType, folder: Path, *flags: str) -> AsyncIterator[Served]:
+async def serving(module: ModuleType, caches: Path, folder: Path, *flags: str) -> AsyncIterator[Served]:
     """A front end of its own over a scripted engine."""
     engine = ScriptedEngine()
     with contextlib.ExitStack() as setting_up:
-        setting_up.enter_context(vllm_around())
+        setting_up.enter_context(vllm_around(caches))
         async with module.open_frontend([str(folder), *flags], engine) as opened:
             setting_up.close()
             transport = httpx.ASGITransport(opened.app)
@@ -149,13 +154,13 @@ async def serving(module: ModuleType, folder: Path, *flags: str) -> AsyncIterato
 
 
 @pytest.fixture(name="serving")
-def _serving(frontend: ModuleType) -> Any:
-    return lambda folder, *flags: serving(frontend, folder, *flags)
+def _serving(frontend: ModuleType, caches: Path) -> Any:
+    return lambda folder, *flags: serving(frontend, caches, folder, *flags)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def only_frontend(frontend: ModuleType, model_folder: Path) -> AsyncIterator[Served]:
-    async with serving(frontend, model_folder, *FLAGS) as served:
+async def only_frontend(frontend: ModuleType, caches: Path, model_folder: Path) -> AsyncIterator[Served]:
+    async with serving(frontend, caches, model_folder, *FLAGS) as served:
         yield served
 
 
