@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,12 @@ class GenerationRecord:
     completion_tokens: int = 0
     finish_reason: str | None = None
     error: str | None = None
+    cached_late: Mapping[str, int | None] | None = None
+    """The cache counts, if they were known only after the first token."""
+    attempts: int = 0
+    """How often it was given to engines; more than once if legs failed."""
+    resumes: int = 0
+    """How often its answer broke off and was continued on another engine."""
 
     def facts(self, arrived_s: float) -> dict[str, Any]:
         """The record as plain JSON values; durations in milliseconds."""
@@ -54,6 +61,8 @@ class GenerationRecord:
             "completion_tokens": self.completion_tokens,
             "finish_reason": self.finish_reason,
             "error": self.error,
+            "attempts": self.attempts,
+            "resumes": self.resumes,
             "render_ms": _ms(arrived_s, self.rendered_s),
             "prefill_ms": _ms(self.prefill_start_s, self.prefill_end_s),
             "handover_ms": _ms(self.prefill_end_s, self.first_token_s),
@@ -72,6 +81,12 @@ class RequestRecord:
     status: int | None = None
     colocate: str | None = None
     """Why the whole request must be served colocated, or None."""
+    deadline_s: float | None = None
+    """When the client's time is up, on the clock of ``now_s``; None if it has all time."""
+    forwarded: Mapping[str, str] = field(default_factory=dict)
+    """The client's headers that engines see."""
+    decode_rank: str | None = None
+    """Which data-parallel rank the decode leg, or the only one, must go to, where the topology lets clients say."""
     generations: list[GenerationRecord] = field(default_factory=list)
 
     def facts(self) -> dict[str, Any]:
@@ -106,6 +121,13 @@ class Journal:
             if self._by_id.get(oldest.request_id) is oldest:
                 del self._by_id[oldest.request_id]
         return record
+
+    def rename(self, record: RequestRecord, request_id: str) -> None:
+        """Gives a record the id that its client chose."""
+        if self._by_id.get(record.request_id) is record:
+            del self._by_id[record.request_id]
+        record.request_id = request_id
+        self._by_id[request_id] = record
 
     def find(self, request_id: str) -> RequestRecord | None:
         """The newest record under this id, or None."""

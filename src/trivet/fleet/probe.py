@@ -74,6 +74,18 @@ async def canary(session: aiohttp.ClientSession, url: str, model: str, api_key: 
         return f"no answer to a one-token request ({type(error).__name__})"
 
 
+async def can_abort(session: aiohttp.ClientSession, url: str, api_key: str | None = None) -> bool:
+    """Whether an engine has the endpoint that ends requests by their ids; asked to end none."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        async with session.post(
+            f"{url}/inference/v1/abort_requests", json={"request_ids": []}, headers=headers, timeout=_QUESTION_TIMEOUT
+        ) as answer:
+            return answer.status == 200
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return False
+
+
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
     """What an engine counts: gauges as they are now, counters since its start."""

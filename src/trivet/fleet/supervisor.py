@@ -56,6 +56,7 @@ class EngineStatus:
     problem: str | None = None
     pid: int | None = None
     cached_block_tokens: int | None = None
+    aborts: bool = False
     started_s: float = field(default_factory=time.monotonic)
 
     def facts(self) -> dict[str, Any]:
@@ -72,6 +73,7 @@ class EngineStatus:
             "problem": self.problem,
             "log": str(self.log) if self.plan.started_by == "trivet" else None,
             "cached_block_tokens": self.cached_block_tokens,
+            "aborts": self.aborts,
             "api_key": self.plan.api_key,
         }
 
@@ -285,6 +287,7 @@ class Fleet:
                 break
             await asyncio.sleep(_POLL_S)
         status.cached_block_tokens = metrics.cached_block_tokens if metrics else None
+        status.aborts = await probe.can_abort(self._session, status.plan.url, status.plan.api_key)
 
     def _change(self, status: EngineStatus, state: State) -> None:
         status.state = state

@@ -3,31 +3,73 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
+import json
+import logging
+import math
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from trivet.fleet import probe
-from trivet.gateway.metrics import GatewayMetrics
+from trivet.gateway.admission import Admission
+from trivet.gateway.metrics import GatewayMetrics, Gauges
 from trivet.journal import Journal, RequestRecord, current_request
 from trivet.legs.life import Legs
+from trivet.render.contract import ServingError
 from trivet.routing.choose import choose
 from trivet.routing.engines import Engines
-from trivet.surface.http import ASGIApp, Message, Receive, Scope, Send, answer, answer_error, answer_json
+from trivet.surface.http import (
+    ASGIApp,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    answer,
+    answer_error,
+    answer_json,
+    for_engines,
+    header,
+    header_value,
+)
+from trivet.surface.inbox import BodyTooLargeError, Inbox
+from trivet.surface.sse import data_of, event_of
+from trivet.surface.steering import RANK_HEADER, refusal_of
 
-_GENERATING = (
+logger = logging.getLogger(__name__)
+
+CLIENT_LEFT = 499
+"""What is counted for a client that left before it had an answer; nginx's number for it."""
+RETRY_AFTER_S = b"1"
+"""An engine that ended is started again, and a queue moves on, within seconds."""
+
+GENERATING = (
     "/v1/chat/completions",
     "/v1/chat/completions/batch",
     "/v1/completions",
     "/v1/responses",
     "/v1/messages",
+    "/cohere/v2/chat",
     "/inference/v1/generate",
     "/invocations",
 )
 
 _GUARDED_BY_VLLM = ("/v1", "/v2", "/inference", "/cohere")
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the gateway asks of requests."""
+
+    body_bytes: int = 64 * 2**20
+    deadline_s: float | None = None
+    allow: Collection[str] = ()
+    """See ``surface.steering``."""
 
 
 class GatewayApp:
@@ -46,16 +88,27 @@ class GatewayApp:
         metrics: GatewayMetrics,
         *,
         fleet: Callable[[], dict[str, Any]],
-        running: Callable[[], int],
         api_keys: Sequence[str] = (),
+        rules: Rules | None = None,
+        admission: Admission | None = None,
+        guards_itself: bool = True,
     ) -> None:
+        """
+        Args:
+            frontend: serves what is not Trivet's own.
+            fleet: the fleet's state, for ``/trivet/status``.
+            api_keys: clients must send one of them, if there are any.
+            guards_itself: ``frontend`` asks for the keys on its API by itself.
+        """
         self._frontend = frontend
         self._engines = engines
         self._legs = legs
         self._metrics = metrics
         self._fleet = fleet
-        self._running = running
         self._key_digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+        self._rules = rules or Rules()
+        self._admission = admission or Admission(1024, 1024, 30.0)
+        self._guarded = _GUARDED_BY_VLLM if guards_itself else ()
         self._journal = Journal()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,14 +119,22 @@ class GatewayApp:
         method, path = scope["method"], scope["path"]
         if method in ("GET", "HEAD") and await self._own(scope, path, send):
             return
-        if method == "POST" and not path.startswith(_GUARDED_BY_VLLM) and not self._authorized(scope):
+        is_guarded = bool(self._guarded) and path.startswith(self._guarded)
+        if (method == "POST" or not self._guarded) and not is_guarded and not self._authorized(scope):
             # vLLM guards its API by prefix and leaves, among others, /invocations and /tokenize open
             await answer_error(send, 401, "an API key is needed: Authorization: Bearer KEY")
             return
-        if method == "POST" and path in _GENERATING:
+        if method == "POST" and path in GENERATING:
             await self._generate(scope, receive, send)
             return
         await self._frontend(scope, receive, send)
+
+    def gauges(self) -> Gauges:
+        """What is under way now."""
+        releases = self._legs.releases
+        return Gauges(
+            self._legs.running, self._admission.running, self._admission.waiting, releases.pending, releases.unconfirmed
+        )
 
     async def _own(self, scope: Scope, path: str, send: Send) -> bool:
         if path == "/health":
@@ -84,7 +145,7 @@ class GatewayApp:
             else:
                 await answer_error(send, 503, "no engine is ready to serve")
         elif path == "/metrics":
-            text = self._metrics.text(self._engines, self._running(), self._legs.releases_pending)
+            text = self._metrics.text(self._engines, self.gauges())
             await answer(send, 200, text, b"text/plain; version=0.0.4; charset=utf-8")
         elif path.startswith("/trivet/"):
             await self._inside(scope, path, send)
@@ -121,39 +182,96 @@ class GatewayApp:
             if load is not None:
                 facts["load"] = {"running": load.running, "waiting": load.waiting, "kv_usage": load.kv_usage}
             engines.append(facts)
-        return {**status, "engines": engines, "generations_running": self._running()}
+        return {**status, "engines": engines, "generations_running": self._legs.running}
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request_id = _header(scope, b"x-request-id") or uuid.uuid4().hex
+        said = header(scope, b"x-request-id")
+        request_id = said or uuid.uuid4().hex
         record = self._journal.open(request_id, scope["path"])
-        id_header = (b"x-request-id", request_id.encode("latin-1"))
-        if (wish := _header(scope, b"x-trivet-serve")) == "colocated":
-            record.colocate = "the request asks for it"
-        elif wish not in (None, "auto"):
-            self._count(record, 400)
-            await answer_error(send, 400, "X-Trivet-Serve is 'auto' or 'colocated'", [id_header])
-            return
-        if not self._can_serve():
-            self._count(record, 503)
-            await answer_error(send, 503, "no engine is ready to serve this request", [id_header])
-            return
-        if _header(scope, b"x-request-id") is None:
-            # vLLM takes its id from here; given one, it needs no other
-            scope = {**scope, "headers": [*scope["headers"], id_header]}
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._count(record, message["status"])
-                present = any(name.lower() == b"x-request-id" for name, _ in message.get("headers", ()))
-                if not present:
-                    message = {**message, "headers": [*message.get("headers", ()), id_header]}
-            await send(message)
-
-        token = current_request.set(record)
+        answered = _Answered(send, record, self._count)
+        inbox = Inbox(receive)
         try:
-            await self._frontend(scope, receive, send_with_id)
+            body = await inbox.body(self._rules.body_bytes)
+            if body is None:
+                self._count(record, CLIENT_LEFT)
+                return
+            parsed = _parsed(body)
+            self._check(scope, record, parsed)
+            if said is None and isinstance(parsed, dict) and isinstance(parsed.get("request_id"), str):
+                self._journal.rename(record, parsed["request_id"])  # the topology allows it, or it had been refused
+            # vLLM takes its id from here, and no rank: it would hold it against a front end of one
+            headers = [one for one in scope["headers"] if one[0] not in (b"x-request-id", RANK_HEADER.encode())]
+            headers.append((b"x-request-id", header_value(record.request_id)))
+            scope = {**scope, "headers": headers}
+            async with self._turn(inbox) as is_in:
+                if not is_in:
+                    self._count(record, CLIENT_LEFT)
+                    return
+                if not self._can_serve():
+                    raise ServingError("no engine is ready to serve this request", status=503)
+                token = current_request.set(record)
+                try:
+                    await self._frontend(scope, inbox, answered)
+                finally:
+                    current_request.reset(token)
+        except BodyTooLargeError:
+            limit_mib = self._rules.body_bytes // 2**20
+            await answer_error(answered, 413, f"the body is larger than {limit_mib} MiB (gateway.limits.body_mib)")
+        except ServingError as error:
+            await answer_error(answered, error.status, error.message)
         finally:
-            current_request.reset(token)
+            await inbox.close()
+            self._log(record)
+
+    def _check(self, scope: Scope, record: RequestRecord, body: object) -> None:
+        """Reads what concerns the gateway of a request's headers and body.
+
+        Raises:
+            ServingError: it says what it may not say.
+        """
+        names = {name.decode("latin-1") for name, _ in scope["headers"]}
+        if (refusal := refusal_of(body, names, self._rules.allow)) is not None:
+            raise ServingError(refusal, status=400)
+        if (wish := header(scope, b"x-trivet-serve")) is not None:
+            if wish.lower() not in ("colocated", "auto"):
+                raise ServingError("X-Trivet-Serve is 'auto' or 'colocated'", status=400)
+            record.colocate = "the request asks for it" if wish.lower() == "colocated" else None
+        seconds = self._rules.deadline_s
+        if (said := header(scope, b"x-trivet-deadline-s")) is not None:
+            try:
+                own = float(said)
+            except ValueError:
+                own = math.nan
+            if not own > 0:
+                raise ServingError("X-Trivet-Deadline-S is a number of seconds above 0", status=400)
+            seconds = own if seconds is None else min(own, seconds)
+        if seconds is not None and math.isfinite(seconds):
+            record.deadline_s = record.arrived_s + seconds
+        record.forwarded = {**for_engines(scope), "X-Client-Request-Id": record.request_id}
+        record.decode_rank = header(scope, RANK_HEADER.encode())
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, inbox: Inbox) -> AsyncIterator[bool]:
+        """Waits for the request's turn; False inside if its client left first."""
+        async with contextlib.AsyncExitStack() as stack:
+            if self._admission.is_open:
+                await stack.enter_async_context(self._admission.turn())
+                yield True
+                return
+            waiting = asyncio.ensure_future(stack.enter_async_context(self._admission.turn()))
+            leaving = asyncio.ensure_future(inbox.left())
+            try:
+                await asyncio.wait([waiting, leaving], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                leaving.cancel()
+                if not waiting.done():
+                    waiting.cancel()
+                    await asyncio.wait([waiting])
+            if waiting.cancelled():
+                yield False
+            else:
+                waiting.result()
+                yield True
 
     def _can_serve(self) -> bool:
         return choose(self._engines, colocate=None) is not None
@@ -162,10 +280,23 @@ class GatewayApp:
         record.status = status
         self._metrics.requests.labels(record.path, str(status)).inc()
 
+    def _log(self, record: RequestRecord) -> None:
+        for one in record.generations:
+            how = f"{one.prefill_engine} -> {one.decode_engine}" if one.split else f"{one.decode_engine}: {one.reason}"
+            logger.info(
+                "request %s: %s, %d + %d tokens, %s, generation %s",
+                record.request_id,
+                one.error or one.finish_reason,
+                one.prompt_tokens,
+                one.completion_tokens,
+                how,
+                one.generation_id,
+            )
+
     def _authorized(self, scope: Scope) -> bool:
         if not self._key_digests:
             return True
-        scheme, _, key = (_header(scope, b"authorization") or "").partition(" ")
+        scheme, _, key = (header(scope, b"authorization") or "").partition(" ")
         digest = hashlib.sha256(key.encode("latin-1")).digest()
         matches = [hmac.compare_digest(digest, own) for own in self._key_digests]
         return scheme.lower() == "bearer" and any(matches)
@@ -175,8 +306,60 @@ async def _nothing() -> None:
     return None
 
 
-def _header(scope: Scope, name: bytes) -> str | None:
-    for key, value in scope["headers"]:
-        if key == name:
-            return str(value.decode("latin-1"))
-    return None
+def _parsed(body: bytes) -> object:
+    """The body as JSON; None if it is none, which is the server's to say."""
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        pass
+    try:  # as vLLM reads it: with NaN, halves of surrogate pairs, UTF-16 and deep nesting, in which a field could hide
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+
+
+class _Answered:
+    """``send`` for a request's answer: adds what the gateway tells in headers, and counts."""
+
+    def __init__(self, send: Send, record: RequestRecord, count: Callable[[RequestRecord, int], None]) -> None:
+        self._send = send
+        self._record = record
+        self._count = count
+        self._corrects = False
+
+    async def __call__(self, message: Message) -> None:
+        """Sends one ASGI message."""
+        if message["type"] == "http.response.start":
+            status: int = message["status"]
+            self._count(self._record, status)
+            headers = [(name.lower(), value) for name, value in message.get("headers", ())]
+            names = {name for name, _ in headers}
+            if b"x-request-id" not in names:
+                headers.append((b"x-request-id", header_value(self._record.request_id)))
+            if status in (429, 503) and b"retry-after" not in names:
+                headers.append((b"retry-after", RETRY_AFTER_S))
+            self._corrects = any(
+                name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers
+            )
+            message = {**message, "headers": headers}
+        elif self._corrects and b'"prompt_tokens_details"' in message.get("body", b""):
+            message = {**message, "body": _with_cached_tokens(message["body"], self._record)}
+        await self._send(message)
+
+
+def _with_cached_tokens(event: bytes, record: RequestRecord) -> bytes:
+    """A stream's usage event with the cached tokens of a colocated request.
+
+    vLLM's front end reads them off the first token; an engine that is asked over HTTP tells them after the last.
+    """
+    first = record.generations[0] if record.generations else None
+    if first is None or first.cached_late is None or (data := data_of(event)) is None:
+        return event
+    try:
+        value = orjson.loads(data)
+        value["usage"]["prompt_tokens_details"] |= {
+            name: count for name, count in first.cached_late.items() if name in value["usage"]["prompt_tokens_details"]
+        }
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return event  # of another form: an error, or somebody's tokens
+    return event_of(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -21,6 +22,17 @@ class _OfAllWorkers(Collector):
     def collect(self) -> Iterable[Metric]:
         files = MultiProcessCollector(CollectorRegistry())  # type: ignore[no-untyped-call]
         return [family for family in files.collect() if family.name.startswith("trivet_")]  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """What is under way in a worker now."""
+
+    generations: int
+    requests_running: int
+    requests_waiting: int
+    releases_pending: int
+    releases_unconfirmed: int
 
 
 class GatewayMetrics:
@@ -52,6 +64,24 @@ class GatewayMetrics:
         self.running = Gauge(
             "trivet_generations_running", "Generations under way", registry=registry, multiprocess_mode="livesum"
         )
+        self.requests_running = Gauge(
+            "trivet_requests_running", "Requests that are served", registry=registry, multiprocess_mode="livesum"
+        )
+        self.requests_waiting = Gauge(
+            "trivet_requests_waiting", "Requests that wait for a turn", registry=registry, multiprocess_mode="livesum"
+        )
+        self.attempts = Counter(
+            "trivet_attempts", "Times that generations were given to engines, with retries", registry=registry
+        )
+        self.resumes = Counter(
+            "trivet_resumes", "Answers that broke off and were continued on another engine", registry=registry
+        )
+        self.unconfirmed = Gauge(
+            "trivet_kv_releases_unconfirmed",
+            "Hand-overs whose release no engine confirmed: free already, or held until the lease ends",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
         self.releases = Gauge(
             "trivet_kv_releases_pending",
             "Hand-overs nobody took that are being released",
@@ -77,6 +107,8 @@ class GatewayMetrics:
         """Counts a generation that ended."""
         served = "split" if record.split else "colocated"
         self.generations.labels(served, "error" if record.error else record.finish_reason or "none").inc()
+        self.attempts.inc(record.attempts)
+        self.resumes.inc(record.resumes)
         self.tokens.labels("prompt").inc(record.prompt_tokens)
         self.tokens.labels("completion").inc(record.completion_tokens)
         if owner is not None:
@@ -90,17 +122,20 @@ class GatewayMetrics:
                     max(0.0, record.first_token_s - record.prefill_end_s)
                 )
 
-    def sample(self, engines: Engines, running: int, releases_pending: int) -> None:
+    def sample(self, engines: Engines, gauges: Gauges) -> None:
         """Reads the gauges."""
-        self.running.set(running)
-        self.releases.set(releases_pending)
+        self.running.set(gauges.generations)
+        self.requests_running.set(gauges.requests_running)
+        self.requests_waiting.set(gauges.requests_waiting)
+        self.releases.set(gauges.releases_pending)
+        self.unconfirmed.set(gauges.releases_unconfirmed)
         for view in engines.all():
             self.ready.labels(view.name, view.tier).set(view.ready)
             self.outstanding.labels(view.name, view.tier).set(engines.outstanding_tokens(view.name))
 
-    def text(self, engines: Engines, running: int, releases_pending: int) -> bytes:
+    def text(self, engines: Engines, gauges: Gauges) -> bytes:
         """The exposition text, with gauges read now; of all workers where there are several."""
-        self.sample(engines, running, releases_pending)
+        self.sample(engines, gauges)
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
             summed = CollectorRegistry()
             summed.register(_OfAllWorkers())

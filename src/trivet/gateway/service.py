@@ -287,6 +287,9 @@ class _Worker:
             connector=self._plan.connector.name if self._plan.connector else None,
             api_keys=gateway_keys(self._plan),
             drain_s=gateway.drain_s,
+            plane=gateway.plane,
+            limits=gateway.limits,
+            allow=tuple(gateway.allow),
         )
         assert process.stdin is not None
         process.stdin.write(config.dump() + b"\n" + self._state_line())

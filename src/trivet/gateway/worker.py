@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import signal
 import socket
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import orjson
@@ -23,11 +25,16 @@ import uvloop
 
 from trivet.connectors import CONNECTORS
 from trivet.errors import TrivetError
-from trivet.gateway.app import GatewayApp
+from trivet.gateway.admission import Admission
+from trivet.gateway.app import GENERATING, GatewayApp, Rules
 from trivet.gateway.metrics import GatewayMetrics
+from trivet.gateway.text import TextApp
 from trivet.legs.life import Legs
+from trivet.legs.watch import Patience
 from trivet.legs.wire import open_session
 from trivet.routing.engines import Engines, EngineView
+from trivet.surface.http import ASGIApp
+from trivet.topology.model import Limits
 
 _SAMPLE_S = 1.0
 _LINE_LIMIT_BYTES = 16 * 2**20
@@ -46,39 +53,60 @@ class WorkerConfig:
     api_keys: tuple[str, ...]
     drain_s: float
     """How long running requests may take after the worker was told to stop."""
+    plane: str = "tokens"
+    limits: Limits = field(default_factory=Limits)
+    allow: tuple[str, ...] = ()
+    """See ``surface.steering``."""
 
     def dump(self) -> bytes:
         """As one line of JSON."""
-        return orjson.dumps(asdict(self))
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return orjson.dumps(values | {"limits": self.limits.model_dump()})
 
     @classmethod
     def parse(cls, line: bytes) -> WorkerConfig:
         """From ``dump``'s line."""
         value = orjson.loads(line)
-        return cls(**{**value, "flags": tuple(value["flags"]), "api_keys": tuple(value["api_keys"])})
+        value["limits"] = Limits(**value["limits"])
+        for name in ("flags", "api_keys", "allow"):
+            value[name] = tuple(value[name])
+        return cls(**value)
+
+
+@contextlib.asynccontextmanager
+async def _open_plane(config: WorkerConfig, engines: Engines, legs: Legs) -> AsyncIterator[ASGIApp]:
+    """The application under the gateway's own: vLLM's front end, or the engines' by HTTP."""
+    if config.plane == "text":
+        yield TextApp(engines, legs, GENERATING)
+        return
+    from trivet.render.frontend import open_frontend
+
+    flags = list(config.flags)
+    if config.api_keys:
+        flags += ["--api-key", *config.api_keys]
+    async with open_frontend(flags, legs) as frontend:
+        yield frontend.app
 
 
 async def _serve(config: WorkerConfig, news: asyncio.StreamReader) -> None:
-    from trivet.render.frontend import open_frontend
-
     engines = Engines()
     metrics = GatewayMetrics()
     state: dict[str, Any] = {"engines": []}
     connector = CONNECTORS[config.connector] if config.connector else None
+    limits = config.limits
     async with open_session() as session:
-        legs = Legs(engines, session, connector, metrics.ended)
-        flags = list(config.flags)
-        if config.api_keys:
-            flags += ["--api-key", *config.api_keys]
-        async with open_frontend(flags, legs) as frontend:
+        legs = Legs(engines, session, connector, metrics.ended, Patience(limits.silence_s))
+        async with _open_plane(config, engines, legs) as plane:
             app = GatewayApp(
-                frontend.app,
+                plane,
                 engines,
                 legs,
                 metrics,
                 fleet=lambda: dict(state),
-                running=lambda: frontend.core.running,
                 api_keys=config.api_keys,
+                rules=Rules(limits.body_mib * 2**20, limits.deadline_s, config.allow),
+                admission=Admission(limits.running, limits.queued, limits.queue_s),
+                guards_itself=config.plane == "tokens",
             )
             server = uvicorn.Server(
                 uvicorn.Config(
@@ -103,7 +131,7 @@ async def _serve(config: WorkerConfig, news: asyncio.StreamReader) -> None:
                     state.clear()
                     state.update(orjson.loads(line))
                     engines.update(EngineView.parse(one) for one in state["engines"])
-                    metrics.sample(engines, frontend.core.running, legs.releases_pending)
+                    metrics.sample(engines, app.gauges())
                     for one in state["engines"]:
                         one.pop("api_key", None)  # not for /trivet/status
 
@@ -111,7 +139,7 @@ async def _serve(config: WorkerConfig, news: asyncio.StreamReader) -> None:
 
             async def sample() -> None:
                 while True:  # another worker may be asked for the sum of all
-                    metrics.sample(engines, frontend.core.running, legs.releases_pending)
+                    metrics.sample(engines, app.gauges())
                     await asyncio.sleep(_SAMPLE_S)
 
             sampler = asyncio.create_task(sample())
@@ -161,4 +189,6 @@ if __name__ == "__main__":
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     import trivet.fleet.vllm  # noqa: F401  (answers for the distribution name of vLLM's CPU build)
 
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("trivet").setLevel(logging.INFO)
     sys.exit(uvloop.run(_main()))

@@ -7,14 +7,17 @@ Rules for the prefill leg, and why (vLLM 0.30 to 0.32):
   token as the first one would prevent;
 - nothing that only shapes the answer: its token is thrown away, and each such field could be refused beside
   ``max_tokens`` 1 (``min_tokens`` above it, stop conditions, structured output, log-probabilities);
-- everything that shapes the prompt's KV or where it is cached: ids, model or adapter, ``cache_salt``, priority.
+- everything that shapes the prompt's KV or where it is cached: ids, model or adapter, ``cache_salt``, priority;
+- ``prompt_logprobs``, as no other leg sees the prompt's hidden states.
 
-The decode leg is the client's request as rendered.
+The decode leg is the client's request as rendered. An answer that broke off is asked for again as ``behind`` it.
 """
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from trivet.render.contract import TokenRequest
@@ -22,24 +25,23 @@ from trivet.render.contract import TokenRequest
 PREFILL_SAMPLING: Mapping[str, Any] = {"temperature": 0.0, "max_tokens": 1, "min_tokens": 1, "detokenize": False}
 """Sampling of a prefill leg whose token is thrown away."""
 
-_UNSAFE_TO_CONTINUE = (
-    "logprobs",
-    "structured_outputs",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "bad_words",
-    "min_tokens",
-    "seed",
-    "logit_bias",
-    "allowed_token_ids",
-    "extra_args",
-    "thinking_token_budget",
-    "repetition_detection",
-    "logprob_token_ids",
-)
+_COUNTED_FROM_THE_FIRST_TOKEN: Mapping[str, str] = {
+    "structured_outputs": "a grammar",
+    "presence_penalty": "a penalty that counts the answer's tokens",
+    "frequency_penalty": "a penalty that counts the answer's tokens",
+    "bad_words": "bad words, which may span both parts",
+    "extra_args": "a logits processor that may count the answer's tokens",
+    "thinking_token_budget": "a budget that counts the answer's tokens",
+    "repetition_detection": "a search for repetitions in the answer",
+}
+"""Sampling whose state is made of the answer's own tokens: behind a border within the answer it would begin anew.
+
+``repetition_penalty`` is none of them, as prompt and answer count alike (``vllm/v1/sample/ops/penalties.py``), nor are
+``logit_bias``, ``allowed_token_ids``, stop tokens and log-probabilities, which look at one position.
+"""
 _NEUTRAL: tuple[Any, ...] = (None, 0, 0.0, False, [], {}, "")
-_ZERO_ASKS = ("logprobs", "thinking_token_budget")  # logprobs 0 asks for the sampled token's own
+_MORE_THAN_A_TOKEN = ("logprobs", "logprob_token_ids", "min_tokens", "logit_bias", "allowed_token_ids")
+"""Besides the former, what keeps prefill's token from being the first: it is drawn alone, and its id is all it has."""
 
 
 def prefill_body(request: TokenRequest, params: Mapping[str, Any], *, sample: bool = False) -> dict[str, Any]:
@@ -52,6 +54,8 @@ def prefill_body(request: TokenRequest, params: Mapping[str, Any], *, sample: bo
     sampling = dict(PREFILL_SAMPLING)
     if sample:
         sampling = {**request.sampling, "max_tokens": 1}
+    if request.prompt_logprobs is not None:  # decode gets KV and no hidden states: only prefill can tell them
+        sampling["prompt_logprobs"] = request.prompt_logprobs
     return {
         **_prompt(request),
         "sampling_params": sampling,
@@ -60,33 +64,76 @@ def prefill_body(request: TokenRequest, params: Mapping[str, Any], *, sample: bo
     }
 
 
-def decode_body(
-    request: TokenRequest, params: Mapping[str, Any] | None, *, after: Sequence[int] = ()
-) -> dict[str, Any]:
+def decode_body(request: TokenRequest, params: Mapping[str, Any] | None) -> dict[str, Any]:
     """The body of a decode leg, or of the only leg of a colocated request.
 
     Args:
         params: what the connector hands to decode; None serves the request colocated.
-        after: tokens that the client already has; generation continues behind them.
     """
-    sampling = dict(request.sampling)
-    if after and sampling.get("max_tokens") is not None:
-        sampling["max_tokens"] -= len(after)
     body: dict[str, Any] = {
         **_prompt(request),
-        "sampling_params": sampling,
+        "sampling_params": dict(request.sampling),
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    if after:
-        body["token_ids"] = [*request.token_ids, *after]
     if request.reasoning_ended is not None:
         body["reasoning_ended"] = request.reasoning_ended
     if request.reasoning_parser_kwargs is not None:
         body["reasoning_parser_kwargs"] = dict(request.reasoning_parser_kwargs)
     if params is not None:
         body["kv_transfer_params"] = dict(params)
+    elif request.kv_transfer_params is not None:
+        body["kv_transfer_params"] = dict(request.kv_transfer_params)
+    if request.ec_transfer_params is not None:
+        body["ec_transfer_params"] = dict(request.ec_transfer_params)
     return body
+
+
+def whole_body(request: TokenRequest) -> dict[str, Any]:
+    """The body of the only leg of a colocated request whose prompt's log-probabilities are wanted.
+
+    Not streamed: vLLM's streams of tokens have no field for them.
+    """
+    body = decode_body(request, None)
+    body["sampling_params"]["prompt_logprobs"] = request.prompt_logprobs
+    body["stream"] = False
+    del body["stream_options"]
+    return body
+
+
+def release_body(request: TokenRequest, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of a decode leg whose only use is that prefill frees its KV."""
+    releasing = replace(
+        request,
+        sampling={"max_tokens": 1, "temperature": 0.0, "detokenize": False},
+        # A salt of its own: should prefill have freed the blocks already, decode must not cache what it reads there.
+        cache_salt=f"release-{uuid.uuid4().hex}",
+        prompt_logprobs=None,
+    )
+    return decode_body(releasing, params)
+
+
+def behind(request: TokenRequest, sent: Sequence[int]) -> TokenRequest:
+    """The request for the rest of an answer of which ``sent`` is there already: the prompt, then those tokens."""
+    if not sent:
+        return request
+    sampling = dict(request.sampling)
+    for name in ("max_tokens", "min_tokens"):
+        if sampling.get(name) is not None:
+            sampling[name] = max(0, sampling[name] - len(sent))
+    return replace(request, token_ids=[*request.token_ids, *sent], sampling=sampling, prompt_logprobs=None)
+
+
+def obstacle_to_continuing(request: TokenRequest) -> str | None:
+    """Why an answer that broke off cannot be continued on another engine as one engine would have; None if it can."""
+    sampling = request.sampling
+    for name, reason in _COUNTED_FROM_THE_FIRST_TOKEN.items():
+        value = sampling.get(name)
+        if value not in _NEUTRAL or (name == "thinking_token_budget" and value is not None):
+            return reason
+    if sampling.get("seed") is not None and sampling.get("temperature", 1.0) != 0.0:
+        return "a seed, whose random numbers begin anew"
+    return None
 
 
 def first_token_may_be_handed_over(request: TokenRequest) -> bool:
@@ -96,12 +143,12 @@ def first_token_may_be_handed_over(request: TokenRequest) -> bool:
     processors) or where more than a token must be carried (log-probabilities).
     """
     sampling = request.sampling
-    for name in _UNSAFE_TO_CONTINUE:
-        value = sampling.get(name)
-        if name == "repetition_penalty" and value == 1.0:
-            continue
-        if value not in _NEUTRAL or (name in _ZERO_ASKS and value is not None):
-            return False
+    if obstacle_to_continuing(request) is not None or request.prompt_logprobs is not None:
+        return False
+    if any(sampling.get(name) not in _NEUTRAL for name in _MORE_THAN_A_TOKEN) or sampling.get("logprobs") is not None:
+        return False
+    if sampling.get("repetition_penalty", 1.0) not in (1.0, *_NEUTRAL) or sampling.get("seed") is not None:
+        return False
     return bool(sampling.get("temperature", 1.0) == 0.0)
 
 

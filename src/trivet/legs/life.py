@@ -1,27 +1,38 @@
 """The life of one generation: prefill leg, handover, decode leg; or one leg alone when it is served colocated.
 
-``Legs`` is the ``TokenEngine`` under the render tier. Everything a generation holds is held by the task that runs
-it: cancelling that task closes whichever leg is open, which makes the engine abort it, and KV that a finished
-prefill leg keeps for a decode leg that will not come is released. A leg that failed is tried elsewhere while the
-client has seen nothing of the answer; afterwards the failure is the client's to see.
+Everything a generation holds is held by the task that runs it: cancelling that task closes whichever leg is open,
+which makes the engine abort it, and KV that a finished prefill leg keeps for a decode leg that will not come is
+released. The rules of what is tried again:
+
+- what an engine refused before it began (no connection, 429, 503) goes to the next engine; a prefill leg that is done
+  is not done again for that: its KV is offered to another decode engine;
+- a prefill leg that failed is tried on another prefill engine; at last one decode engine serves the request whole;
+- a decode leg that was answered with an error has not been able to take the KV: the request is served colocated. The
+  same from a colocated leg is the engine's answer, and the client's to see;
+- an engine that broke off, fell silent or went out of service is continued on another, from the tokens that the client
+  has: prompt and answer so far are computed anew. Where that could not give what one engine would have given, the
+  client is told so;
+- a request under which two engines ended is not given a third.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic
 
 import aiohttp
 
 from trivet.connectors import Connector
 from trivet.journal import GenerationRecord, RequestRecord, current_request, now_s
-from trivet.legs.bodies import decode_body, first_token_may_be_handed_over, prefill_body
-from trivet.legs.wire import LegError, generate, stream
+from trivet.legs.ask import Ask, Computed, Leg, Piece, Prefilled
+from trivet.legs.release import Releases, takers
+from trivet.legs.tokens import TokenAsk
+from trivet.legs.watch import Patience, watch
+from trivet.legs.wire import LegError, reading
 from trivet.render.contract import ServingError, TokenChunk, TokenRequest
 from trivet.routing.choose import Route, choose
 from trivet.routing.engines import Engines, EngineView
@@ -29,7 +40,9 @@ from trivet.routing.engines import Engines, EngineView
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
-_RELEASE_TIMEOUT_S = 5.0
+_DEATHS = 2
+_NOTICE_S, _NOTICE_POLL_S = 0.6, 0.05
+"""How long the fleet may take to see that an engine has ended; it looks every 0.3 s."""
 _REFUSALS = frozenset({400, 413, 422})
 """The request itself is at fault: another engine would say the same. Other statuses are the engine's own trouble."""
 
@@ -37,11 +50,37 @@ Observer = Callable[[GenerationRecord, RequestRecord | None], None]
 
 
 @dataclass(slots=True)
-class _Held:
-    """What a prefill engine keeps for this generation until decode has taken it."""
+class _Run(Generic[Piece]):
+    """A generation under way: what is asked, and what was tried for it."""
 
-    prefill: EngineView
-    params: Mapping[str, Any]
+    ask: Ask[Piece]
+    record: GenerationRecord
+    patience: Patience
+    colocate: str | None
+    """Why the next attempt is not split."""
+    decode_rank: str | None = None
+    """See ``RequestRecord``."""
+    faults: list[LegError] = field(default_factory=list)
+    avoid: set[str] = field(default_factory=set)
+    """Engines that have failed it."""
+    broken_off: list[EngineView] = field(default_factory=list)
+    """Engines that may have ended under it."""
+    forgave: bool = False
+
+    @property
+    def executed(self) -> int:
+        return sum(fault.executed for fault in self.faults)
+
+    def told(self) -> str:
+        return "; ".join(str(fault) for fault in self.faults)
+
+    def error(self) -> ServingError:
+        """What the client is told when nothing is left to try."""
+        if not self.faults:
+            return ServingError("no engine is ready to serve this request", status=503)
+        last = self.faults[-1]
+        status = 503 if last.status is None or last.died else last.status
+        return ServingError(f"no engine could serve this request: {self.told()}", status=status, error=last.error)
 
 
 class Legs:
@@ -53,6 +92,7 @@ class Legs:
         session: aiohttp.ClientSession,
         connector: Connector | None,
         observe: Observer = lambda *_: None,
+        patience: Patience | None = None,
     ) -> None:
         """
         Args:
@@ -60,33 +100,51 @@ class Legs:
             session: the HTTP session of the legs; closed by its owner.
             connector: what moves KV between prefill and decode; None serves everything colocated.
             observe: called with the record of each generation that ended.
+            patience: how long legs are waited for.
         """
         self._engines = engines
         self.session = session
         self._connector = connector
         self._observe = observe
-        self._background: set[asyncio.Task[None]] = set()
-        self.releases_pending = 0
-        """KV hand-overs that nobody took and that are being released."""
+        self._patience = patience or Patience()
+        self.releases = Releases(engines, connector)
+        self.running = 0
+        """Generations under way."""
 
     async def run(self, request: TokenRequest) -> AsyncGenerator[TokenChunk, None]:
-        """Generates. See ``TokenEngine.run``."""
+        """Generates in token ids. See ``TokenEngine.run``."""
         owner = current_request.get()
-        record = GenerationRecord(request.request_id, len(request.token_ids), now_s())
+        unsplittable = request.unsplittable or (owner.colocate if owner is not None else None)
+        if request.kv_transfer_params is not None:
+            unsplittable = "the client steers the transfer"
+        ask = TokenAsk(request, owner.forwarded if owner is not None else {}, unsplittable)
+        async with aclosing(self.serve(ask)) as chunks:
+            async for chunk in chunks:
+                if not chunk.is_empty:
+                    yield chunk
+
+    async def serve(self, ask: Ask[Piece]) -> AsyncGenerator[Piece, None]:
+        """Generates. Closing the iterator, or cancelling the task that runs it, ends everything that was begun for it.
+
+        Raises:
+            ServingError: no engine could serve it.
+        """
+        owner = current_request.get()
+        record = GenerationRecord(ask.request_id, ask.prompt_tokens, now_s())
+        patience = self._patience
         if owner is not None:
             owner.generations.append(record)
+            patience = replace(patience, deadline_s=owner.deadline_s)
+        colocate = ask.unsplittable
+        if colocate is None and self._connector is None:
+            colocate = "the topology has no connector"
+        run = _Run(ask, record, patience, colocate, owner.decode_rank if owner is not None else None)
+        self.running += 1
         try:
-            if owner is not None and owner.colocate and request.unsplittable is None:
-                request = replace(request, unsplittable=owner.colocate)
-            async with aclosing(self._attempts(request, record)) as chunks:
-                async for chunk in chunks:
-                    if chunk.token_ids and record.first_token_s is None:
-                        record.first_token_s = now_s()
-                    record.completion_tokens += len(chunk.token_ids)
-                    if chunk.finish_reason:
-                        record.finish_reason = chunk.finish_reason
-                        record.end_s = now_s()
-                    yield chunk
+            async with aclosing(self._attempts(run)) as pieces:
+                async for piece in pieces:
+                    ask.note(record, piece)
+                    yield piece
         except ServingError as error:
             record.error = error.message
             raise
@@ -97,216 +155,206 @@ class Legs:
             record.finish_reason = record.finish_reason or "abort"
             raise
         finally:
+            self.running -= 1
             record.end_s = record.end_s or now_s()
             self._observe(record, owner)
 
     async def close(self) -> None:
         """Waits for releases that are under way, and gives up on those that take too long."""
-        if self._background:
-            _, late = await asyncio.wait(self._background, timeout=_RELEASE_TIMEOUT_S)
-            for task in late:
-                task.cancel()
+        await self.releases.close()
 
-    async def _attempts(self, request: TokenRequest, record: GenerationRecord) -> AsyncGenerator[TokenChunk, None]:
-        avoid: frozenset[str] = frozenset()
-        colocate = request.unsplittable
-        if colocate is None and self._connector is None:
-            colocate = "the topology has no connector"
-        faults: list[str] = []
-        while len(faults) < _ATTEMPTS:
-            if len(faults) == _ATTEMPTS - 1 and colocate is None:
-                colocate = "split failed"  # the last attempt asks for as little as can be
-            route = choose(self._engines, colocate=colocate, avoid=avoid)
+    async def _attempts(self, run: _Run[Piece]) -> AsyncGenerator[Piece, None]:
+        while run.executed < _ATTEMPTS and not await self._kills(run):
+            if run.executed == _ATTEMPTS - 1 and run.colocate is None:
+                run.colocate = "split failed"  # the last attempt asks for as little as can be
+            route = choose(self._engines, colocate=run.colocate, avoid=frozenset(run.avoid))
+            if route is None and self._forgives(run):
+                route = choose(self._engines, colocate=run.colocate, avoid=frozenset(run.avoid))
             if route is None:
                 break
-            for engine in (route.prefill, route.decode):
-                if engine is not None:
-                    self._engines.take_turn(engine)
-            record.split = route.prefill is not None
-            record.reason = f"{route.reason} ({'; '.join(faults)})" if faults else route.reason
-            record.decode_engine = route.decode.name
-            record.prefill_engine = route.prefill.name if route.prefill else None
-            record.prefill_start_s = record.prefill_end_s = record.cached_tokens = None  # of an attempt that failed
+            self._begin(run, route)
+            attempt = self._split(run, route.prefill, route.decode) if route.prefill else self._colocated(run, route)
             try:
-                async with aclosing(self._on_route(request, route, record)) as chunks:
-                    async for chunk in chunks:
-                        yield chunk
+                async with aclosing(attempt) as pieces:
+                    async for piece in pieces:
+                        yield piece
                 return
             except LegError as fault:
-                if record.first_token_s is not None or record.completion_tokens:
-                    raise ServingError(f"the answer broke off: {fault}", status=502) from fault
-                if fault.status in _REFUSALS:
-                    raise ServingError(str(fault), status=fault.status) from fault
-                logger.warning("generation %s: %s; trying elsewhere", request.request_id, fault)
-                faults.append(str(fault))
-                if record.split and fault.engine == route.decode.name and fault.status is not None:
-                    # it lives and answered: what it could not do is take the KV (``kv_load_failure_policy: fail``)
-                    colocate = "the KV transfer failed"
-                else:
-                    avoid |= {fault.engine}
-        if faults:
-            raise ServingError(f"no engine could serve this request: {'; '.join(faults)}", status=502)
-        raise ServingError("no engine is ready to serve this request", status=503)
+                self._learn(run, route, fault)
+                logger.warning("generation %s: %s; trying elsewhere", run.ask.request_id, fault)
+        raise run.error()
 
-    async def _on_route(
-        self, request: TokenRequest, route: Route, record: GenerationRecord
-    ) -> AsyncGenerator[TokenChunk, None]:
-        if route.prefill is None:
-            with self._engines.charge(route.decode, _tokens(request)):
-                async with aclosing(self._decode(request, route.decode, None)) as chunks:
-                    async for chunk in chunks:
-                        if chunk.cached_tokens is not None:
-                            record.cached_tokens = chunk.cached_tokens
-                            chunk = _with_cache_counts(chunk, request, route.decode, chunk.cached_tokens)
-                        yield chunk
-            return
+    def _forgives(self, run: _Run[Any]) -> bool:
+        """Where nobody else is left, an engine that broke off and is still in service may be asked once more.
 
+        A connection can be lost without its engine: one that was closed while it was idle, a proxy that was restarted.
+        """
+        alive = {engine.name for engine in run.broken_off if not self._engines.has_left(engine)} & run.avoid
+        if run.forgave or not alive:
+            return False
+        run.forgave = True
+        run.avoid -= alive
+        return True
+
+    async def _kills(self, run: _Run[Any]) -> bool:
+        """Whether engines have ended under a request, and not only connections."""
+        if len(run.broken_off) < _DEATHS:
+            return False
+        deadline_s = now_s() + _NOTICE_S
+        while not all(self._engines.has_left(engine) for engine in run.broken_off):
+            if now_s() >= deadline_s:
+                return False
+            await asyncio.sleep(_NOTICE_POLL_S)
+        return True
+
+    def _begin(self, run: _Run[Any], route: Route) -> None:
+        for engine in (route.prefill, route.decode):
+            if engine is not None:
+                self._engines.take_turn(engine)
+        record = run.record
+        record.attempts += 1
+        record.resumes += run.ask.begun
+        record.split = route.prefill is not None
+        record.reason = f"{route.reason} ({run.told()})" if run.faults else route.reason
+        record.decode_engine = route.decode.name
+        record.prefill_engine = route.prefill.name if route.prefill else None
+        if not run.ask.begun:
+            record.prefill_start_s = record.prefill_end_s = record.cached_tokens = None  # of an attempt that failed
+
+    def _learn(self, run: _Run[Any], route: Route, fault: LegError) -> None:
+        """Decides what a fault means for the next attempt.
+
+        Raises:
+            ServingError: there is none.
+        """
+        begun = run.ask.begun
+        if begun and (obstacle := run.ask.obstacle) is not None:
+            raise ServingError(
+                f"the answer broke off: {fault}; it cannot be continued on another engine ({obstacle})",
+                status=502,
+                error=fault.error,
+            ) from fault
+        answered = fault.status is not None and fault.executed and not fault.died
+        if answered and not begun and (fault.status in _REFUSALS or not run.record.split):
+            raise ServingError(fault.problem, status=fault.status or 500, error=fault.error) from fault
+        run.faults.append(fault)
+        if fault.died and fault.executed:
+            run.broken_off += [one for one in (route.prefill, route.decode) if one and one.name == fault.engine]
+        if answered and not begun and fault.engine == run.record.decode_engine:
+            # it lives and answered: what it could not do is take the KV (``kv_load_failure_policy: fail``)
+            run.colocate = "the KV transfer failed"
+        else:
+            run.avoid.add(fault.engine)
+
+    async def _colocated(self, run: _Run[Piece], route: Route) -> AsyncGenerator[Piece, None]:
+        with self._engines.charge(route.decode, run.ask.tokens):
+            async with aclosing(self._decode(run, route.decode, None, None)) as pieces:
+                async for piece in pieces:
+                    yield piece
+
+    async def _split(self, run: _Run[Piece], prefill: EngineView, decode: EngineView) -> AsyncGenerator[Piece, None]:
         assert self._connector is not None
-        seeded = self._connector.hands_over_first_token and first_token_may_be_handed_over(request)
-        record.prefill_start_s = now_s()
-        with self._engines.charge(route.prefill, len(request.token_ids)):
-            async with self._in_service(route.prefill):
-                answer = await generate(
-                    self.session,
-                    route.prefill.name,
-                    route.prefill.url,
-                    prefill_body(request, self._connector.prefill_params(), sample=seeded),
-                    _headers(request, route.prefill, "prefill"),
-                )
-        record.prefill_end_s = now_s()
-        record.cached_tokens = _cached_tokens(answer)
-        answered = answer.get("kv_transfer_params")
-        held = _Held(route.prefill, answered) if answered else None
-        first: tuple[int, ...] = ()
+        record, start_s = run.record, now_s()
+        prefilled = await self._prefill(run, prefill)
+        if record.first_token_s is None:
+            record.prefill_start_s, record.prefill_end_s = start_s, now_s()
+            record.cached_tokens = prefilled.cached_tokens
+        answered = prefilled.kv_transfer_params
+        with reading(prefill.name):
+            params = self._connector.decode_params(answered)
+        held = answered  # what prefill keeps until decode has taken it
+        computed: Computed | None = Computed(prefill, prefilled.cached_tokens)
 
         def accepted() -> None:
             nonlocal held
-            held = None  # from here on decode tells prefill, also when it is aborted or cannot read
+            held = None  # from here on decode tells prefill, also when it is aborted
 
         try:
-            params = self._connector.decode_params(answered)
             if params is None:
-                held = None
+                held = answered = computed = None
                 record.split, record.cached_tokens = False, None
-                record.reason = f"{route.prefill.name} handed nothing over"
-            elif seeded:
-                choice = answer["choices"][0]
-                first = tuple(choice["token_ids"])
-                stopped = choice.get("finish_reason") == "stop" or request.sampling.get("max_tokens") == 1
-                seed = TokenChunk(
-                    first,
-                    finish_reason=choice["finish_reason"] if stopped else None,
-                    stop_reason=choice.get("stop_reason"),
-                )
-                yield _with_cache_counts(seed, request, route.prefill, record.cached_tokens)
-                if stopped:
+                record.reason = f"{prefill.name} handed nothing over"
+            elif prefilled.first is not None:
+                yield prefilled.first
+                if prefilled.finished:
                     return
-            with self._engines.charge(route.decode, _tokens(request)):
-                begun = bool(first)
-                async with aclosing(self._decode(request, route.decode, params, first, accepted)) as chunks:
-                    async for chunk in chunks:
-                        if params is not None:  # prefill computed the prompt, so its count is the true one
-                            computed_by, cached = route.prefill, None if begun else record.cached_tokens
-                        else:
-                            computed_by, cached = route.decode, chunk.cached_tokens
-                            record.cached_tokens = cached if cached is not None else record.cached_tokens
-                        begun = True
-                        yield _with_cache_counts(chunk, request, computed_by, cached)
+            while True:
+                taken = False
+                try:
+                    with self._engines.charge(decode, run.ask.tokens):
+                        decoding = self._decode(run, decode, params, computed, accepted)
+                        async with aclosing(decoding) as pieces:
+                            async for piece in pieces:
+                                taken = True
+                                yield piece
+                    return
+                except LegError as fault:
+                    if not taken:
+                        held = answered  # it may have ended before it took the KV
+                    if fault.executed:
+                        raise
+                    other = choose(self._engines, colocate=None, avoid=frozenset({*run.avoid, fault.engine}))
+                    if other is None or other.prefill is None:
+                        raise
+                    run.faults.append(fault)
+                    run.avoid.add(fault.engine)
+                    decode = other.decode  # what was prefilled is not prefilled again
+                    self._engines.take_turn(decode)
+                    record.decode_engine = decode.name
         finally:
             if held is not None:
-                self._release(request, held, route.decode)
+                self.releases.release(run.ask, held, self._release_legs(run, decode))
+
+    async def _prefill(self, run: _Run[Piece], engine: EngineView) -> Prefilled[Piece]:
+        assert self._connector is not None
+        ask, leg = run.ask, self._leg(run, engine, "prefill")
+        sample = self._connector.hands_over_first_token and ask.may_take_first_token
+        # a task of its own: an answer that is on its way when the client leaves says what must be released
+        call = asyncio.create_task(ask.prefill(leg, self._connector.prefill_params(), sample=sample))
+        try:
+            with self._engines.charge(engine, ask.prompt_tokens), watch(self._engines, engine, run.patience) as patient:
+                async with patient:
+                    return await asyncio.shield(call)
+        except BaseException:
+            if not call.done() or (not call.cancelled() and call.exception() is None):
+                self.releases.abandon(ask, leg, call, self._release_legs(run, None))
+            raise
 
     async def _decode(
         self,
-        request: TokenRequest,
+        run: _Run[Piece],
         engine: EngineView,
         params: Mapping[str, Any] | None,
-        after: tuple[int, ...] = (),
+        computed: Computed | None,
         accepted: Callable[[], None] = lambda: None,
-    ) -> AsyncGenerator[TokenChunk, None]:
-        body, headers = decode_body(request, params, after=after), _headers(request, engine, "decode")
-        async with aclosing(stream(self.session, engine.name, engine.url, body, headers, accepted)) as chunks:
-            while True:
-                async with self._in_service(engine):
-                    chunk = await anext(chunks, None)
-                if chunk is None:
-                    return
-                yield chunk
-
-    @asynccontextmanager
-    async def _in_service(self, engine: EngineView) -> AsyncGenerator[None, None]:
-        """Ends what is awaited inside with a ``LegError`` when the fleet takes the engine out of service.
-
-        A host that lost its power closes no connection: without this a leg would wait for ever.
-        """
+    ) -> AsyncGenerator[Piece, None]:
+        leg = self._leg(run, engine, "decode")
+        ended = False
         try:
-            async with asyncio.timeout(None) as limit:
-                with self._engines.watching(engine, lambda: limit.reschedule(0) if limit.when() is None else None):
-                    yield
-        except TimeoutError:
-            raise LegError(engine.name, "went out of service") from None
-
-    def _release(self, request: TokenRequest, held: _Held, last_resort: EngineView) -> None:
-        """Lets prefill free KV that nobody will pull, in the background; ``last_resort`` has just failed to."""
-        assert self._connector is not None
-        params = self._connector.release_params(held.params)
-        if params is None:
-            return
-        engines = sorted(self._engines.ready("decode"), key=lambda engine: engine.name == last_resort.name)
-        self.releases_pending += 1
-        task = asyncio.create_task(self._release_now(request, params, engines), name=f"release {request.request_id}")
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
-    async def _release_now(
-        self, request: TokenRequest, params: Mapping[str, Any], engines: Sequence[EngineView]
-    ) -> None:
-        # A salt of its own: should prefill have freed the blocks already, decode must not cache what it reads there.
-        releasing = replace(
-            request,
-            sampling={"max_tokens": 1, "temperature": 0.0, "detokenize": False},
-            cache_salt=f"release-{uuid.uuid4().hex}",
-        )
-        body = decode_body(releasing, params)
-        try:
-            for engine in engines:
-                headers = _headers(request, engine, "release")
-                try:
-                    async with (
-                        asyncio.timeout(_RELEASE_TIMEOUT_S),
-                        aclosing(stream(self.session, engine.name, engine.url, body, headers)) as chunks,
-                    ):
-                        async for _ in chunks:
-                            pass
-                    return
-                except (LegError, TimeoutError) as error:
-                    problem = str(error) or "too slow"
-                    logger.warning("releasing KV of %s at %s: %s", request.request_id, engine.name, problem)
-            logger.warning("KV of %s is left to its lease: no decode engine could release it", request.request_id)
+            async with aclosing(run.ask.decode(leg, params, computed, accepted)) as pieces:
+                with watch(self._engines, engine, run.patience) as patient:
+                    while True:
+                        async with patient:
+                            piece = await anext(pieces, None)
+                        if piece is None:
+                            break
+                        yield piece
+            ended = True
+        except LegError as fault:
+            ended = fault.status is not None or not fault.executed
+            raise
         finally:
-            self.releases_pending -= 1
+            if not ended:  # its connection is closed; what stands between may pass that on late
+                self.releases.abort(run.ask, leg)
 
+    def _leg(self, run: _Run[Any], engine: EngineView, role: str) -> Leg:
+        request_id = f"{run.ask.request_id}-{run.record.attempts}-{role}"
+        headers = {**run.ask.headers, "Content-Type": "application/json", "X-Request-Id": request_id}
+        if role == "decode" and run.decode_rank is not None:
+            headers["X-data-parallel-rank"] = run.decode_rank
+        if engine.api_key:
+            headers["Authorization"] = f"Bearer {engine.api_key}"
+        return Leg(role, engine, request_id, self.session, headers)
 
-def _tokens(request: TokenRequest) -> int:
-    return len(request.token_ids) + int(request.sampling.get("max_tokens") or 0)
-
-
-def _with_cache_counts(
-    chunk: TokenChunk, request: TokenRequest, engine: EngineView, cached_tokens: int | None
-) -> TokenChunk:
-    """The chunk with the cache counts of the engine that computed the prompt; without any if that is unknown."""
-    created = None if cached_tokens is None else engine.created_cache_tokens(len(request.token_ids), cached_tokens)
-    return replace(chunk, cached_tokens=cached_tokens, created_cache_tokens=created)
-
-
-def _headers(request: TokenRequest, engine: EngineView, leg: str) -> dict[str, str]:
-    headers = {**request.headers, "Content-Type": "application/json", "X-Request-Id": f"{request.request_id}-{leg}"}
-    if engine.api_key:
-        headers["Authorization"] = f"Bearer {engine.api_key}"
-    return headers
-
-
-def _cached_tokens(answer: Mapping[str, Any]) -> int | None:
-    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
-    cached = details.get("cached_tokens")
-    return int(cached) if cached is not None else None
+    def _release_legs(self, run: _Run[Any], last_resort: EngineView | None) -> list[Leg]:
+        return [self._leg(run, engine, "release") for engine in takers(self._engines, last_resort)]

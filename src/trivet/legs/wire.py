@@ -1,27 +1,55 @@
-"""One leg over HTTP: ``POST /inference/v1/generate`` to an engine, whole or streamed."""
+"""One leg over HTTP: a POST to an engine, its answer whole or streamed, and the abort of it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+import contextlib
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import aiohttp
 import orjson
 
 from trivet.render.contract import TokenChunk, TokenLogprobs
+from trivet.routing.engines import EngineView
+from trivet.surface.sse import EventSplitter, data_of
 
+GENERATE = "/inference/v1/generate"
+_ABORT = "/inference/v1/abort_requests"
+_ABORT_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 _CONNECT_TIMEOUT_S = 5.0
+_NOT_EXECUTED = frozenset({429, 503})
+"""An engine that says so has not begun: its queue is full, or it is going down."""
 
 
 class LegError(Exception):
-    """A leg failed at an engine; ``status`` is the HTTP status where there was one."""
+    """A leg failed at an engine."""
 
-    def __init__(self, engine: str, problem: str, *, status: int | None = None) -> None:
+    def __init__(
+        self,
+        engine: str,
+        problem: str,
+        *,
+        status: int | None = None,
+        error: Mapping[str, Any] | None = None,
+        died: bool = False,
+        executed: bool = True,
+    ) -> None:
+        """
+        Args:
+            status: the HTTP status, or the code of an error event; None if there was no answer.
+            error: the engine's error object.
+            died: the engine broke off or fell silent, so nothing says that it still lives.
+            executed: the engine may have begun to compute.
+        """
         super().__init__(f"{engine}: {problem}")
         self.engine = engine
         self.problem = problem
         self.status = status
+        self.error = error
+        self.died = died
+        self.executed = executed and status not in _NOT_EXECUTED
 
 
 def open_session() -> aiohttp.ClientSession:
@@ -35,27 +63,50 @@ def open_session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=True, read_bufsize=2**18)
 
 
+@contextlib.asynccontextmanager
+async def post(
+    session: aiohttp.ClientSession, engine: str, url: str, body: bytes, headers: Mapping[str, str]
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """A POST whose answer has begun. Leaving the block before the answer's end closes the connection.
+
+    Raises:
+        LegError: no answer, or one that breaks off inside the block.
+    """
+    try:
+        async with session.post(url, data=body, headers=headers) as answer:
+            yield answer
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        raise LegError(engine, _connection_text(error), died=True, executed=False) from error
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise LegError(engine, _connection_text(error), died=True) from error
+
+
 async def generate(
-    session: aiohttp.ClientSession, engine: str, url: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    session: aiohttp.ClientSession,
+    engine: str,
+    url: str,
+    body: Mapping[str, Any],
+    headers: Mapping[str, str],
+    path: str = GENERATE,
 ) -> dict[str, Any]:
     """Runs a leg and returns its whole answer.
 
     Raises:
-        LegError: no answer, or one that is not 200.
+        LegError: no answer, one that is not 200, or one that says that generating failed.
     """
-    try:
-        async with session.post(f"{url}/inference/v1/generate", data=_dump(body), headers=headers) as answer:
-            content = await answer.read()
-            if answer.status != 200:
-                raise LegError(engine, _error_text(content, answer.status), status=answer.status)
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise LegError(engine, _connection_text(error)) from error
+    async with post(session, engine, f"{url}{path}", dump(body), headers) as answer:
+        content = await answer.read()
+        if answer.status != 200:
+            raise refusal(engine, content, answer.status)
     try:
         parsed = orjson.loads(content)
     except orjson.JSONDecodeError as error:
         raise LegError(engine, "answered 200 with something that is not JSON", status=502) from error
     if not isinstance(parsed, dict):
         raise LegError(engine, "answered 200 with something that is not an object", status=502)
+    with reading(engine):
+        for choice in parsed.get("choices") or ():
+            check_finish(engine, choice.get("finish_reason"))
     return parsed
 
 
@@ -79,28 +130,76 @@ async def stream(
     cached_tokens: int | None = None
     tokens, done = 0, False
     try:
-        async with session.post(f"{url}/inference/v1/generate", data=_dump(body), headers=headers) as answer:
+        async with post(session, engine, f"{url}{GENERATE}", dump(body), headers) as answer:
             if answer.status != 200:
-                raise LegError(engine, _error_text(await answer.read(), answer.status), status=answer.status)
+                raise refusal(engine, await answer.read(), answer.status)
             accepted()
-            async for data in _events(answer.content):
-                if done := done or data == b"[DONE]":
-                    last = last or _finish_unsaid(body, tokens)
-                    continue  # read on to the end, or the connection could not be used again
-                chunks, told = _read_event(engine, data)
-                cached_tokens = told if told is not None else cached_tokens
-                for chunk in chunks:
-                    tokens += len(chunk.token_ids)
-                    if chunk.finish_reason is None:
-                        yield chunk
-                    else:  # kept until usage, the next event, has told the cached tokens
-                        last = _with_stop_reason(chunk, body)
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        if last is None:
-            raise LegError(engine, _connection_text(error)) from error
+            splitter = EventSplitter()
+            async for piece in answer.content.iter_any():
+                for event in splitter.feed(piece):
+                    if (data := data_of(event)) is None:
+                        continue
+                    if done := done or data == b"[DONE]":
+                        last = last or _finish_unsaid(body, tokens)
+                        continue  # read on to the end, or the connection could not be used again
+                    chunks, told = _read_event(engine, data)
+                    cached_tokens = told if told is not None else cached_tokens
+                    for chunk in chunks:
+                        tokens += len(chunk.token_ids)
+                        if chunk.finish_reason is None:
+                            yield chunk
+                        else:  # kept until usage, the next event, has told the cached tokens
+                            last = _with_stop_reason(chunk, body)
+    except LegError as error:
+        if last is None or not error.died:
+            raise
     if last is None:
-        raise LegError(engine, "the stream ended before the answer did", status=502)
+        raise LegError(engine, "the stream ended before the answer did", status=502, died=not done)
     yield replace(last, cached_tokens=cached_tokens)
+
+
+async def abort(session: aiohttp.ClientSession, engine: EngineView, engine_id: str) -> None:
+    """Asks an engine to end a request; that it cannot be told is no fault, as closing the connection says the same.
+
+    Args:
+        engine_id: the id as the engine made it: its endpoint's prefix before ``X-Request-Id``.
+    """
+    headers = {"Content-Type": "application/json"}
+    if engine.api_key:
+        headers["Authorization"] = f"Bearer {engine.api_key}"
+    with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+        async with session.post(
+            f"{engine.url}{_ABORT}",
+            data=dump({"request_ids": [engine_id]}),
+            headers=headers,
+            timeout=_ABORT_TIMEOUT,
+        ) as answer:
+            await answer.read()
+
+
+@contextlib.contextmanager
+def reading(engine: str) -> Iterator[None]:
+    """Around code that reads an engine's answer.
+
+    Raises:
+        LegError: it is not of the form that it should have.
+    """
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise LegError(engine, f"sent what cannot be read ({type(error).__name__}: {error})", status=502) from error
+
+
+def check_finish(engine: str, reason: str | None) -> None:
+    """Refuses the finish reasons that are none of an answer's.
+
+    Raises:
+        LegError: ``error`` (generating failed), or ``abort`` (the engine was told to end: it is going down).
+    """
+    if reason == "error":
+        raise LegError(engine, "generating failed in the engine (finish_reason error)", status=500)
+    if reason == "abort":
+        raise LegError(engine, "the engine ended the request (finish_reason abort)", died=True)
 
 
 def _finish_unsaid(body: Mapping[str, Any], tokens: int) -> TokenChunk | None:
@@ -119,20 +218,12 @@ def _with_stop_reason(chunk: TokenChunk, body: Mapping[str, Any]) -> TokenChunk:
     return chunk
 
 
-def _dump(body: Mapping[str, Any]) -> bytes:
+def dump(body: Mapping[str, Any]) -> bytes:
     """As JSON; token ids that are keys (``logit_bias``) become strings, as JSON has them."""
-    return orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
-
-
-async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The payloads of ``data:`` lines; comments and other fields of server-sent events are passed over."""
-    pending = b""
-    async for piece in content.iter_any():
-        pending += piece
-        *lines, pending = pending.split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                yield line[5:].strip()
+    try:
+        return orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
+    except TypeError:  # halves of a surrogate pair, numbers beyond 64 bits: Python's JSON has them, and so vLLM's
+        return json.dumps(body).encode()
 
 
 def _read_event(engine: str, data: bytes) -> tuple[list[TokenChunk], int | None]:
@@ -143,20 +234,63 @@ def _read_event(engine: str, data: bytes) -> tuple[list[TokenChunk], int | None]
         raise LegError(engine, "sent an event that is not JSON", status=502) from error
     if not isinstance(event, dict):
         raise LegError(engine, "sent an event that is not an object", status=502)
-    if fault := event.get("error"):
-        code = fault.get("code") if isinstance(fault, dict) else None
-        raise LegError(engine, _error_text(data, 500), status=code if isinstance(code, int) else 500)
-    details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
-    chunks = [
-        TokenChunk(
-            token_ids=choice.get("token_ids") or (),
-            logprobs=read_logprobs(choice.get("logprobs")),
-            finish_reason=choice.get("finish_reason"),
-            stop_reason=choice.get("stop_reason"),
+    if event.get("error"):
+        raise refusal(engine, data, 500)
+    with reading(engine):
+        chunks = [read_choice(choice) for choice in event.get("choices") or ()]
+        cached_tokens = cached_tokens_of(event)
+    for chunk in chunks:
+        check_finish(engine, chunk.finish_reason)
+    return chunks, cached_tokens
+
+
+def read_choice(choice: Mapping[str, Any]) -> TokenChunk:
+    """A choice of ``/inference/v1/generate``, of a stream's event or of a whole answer."""
+    token_ids = [int(token) for token in choice.get("token_ids") or ()]
+    if any(not 0 <= token < 2**31 for token in token_ids):
+        raise ValueError("a token id out of range")
+    finish_reason, stop_reason = choice.get("finish_reason"), choice.get("stop_reason")
+    if not isinstance(finish_reason, str | None) or not isinstance(stop_reason, int | str | None):
+        raise TypeError("a reason of another type")
+    return TokenChunk(token_ids, read_logprobs(choice.get("logprobs")), finish_reason, stop_reason)
+
+
+def cached_tokens_of(answer: Mapping[str, Any]) -> int | None:
+    """Prompt tokens that an engine had in its prefix cache, if its answer or its usage event tells."""
+    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+    cached = details.get("cached_tokens")
+    return int(cached) if cached is not None else None
+
+
+def transfer_params_of(answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What a prefill leg's answer says of the KV that it handed over."""
+    params = answer.get("kv_transfer_params")
+    if not isinstance(params, Mapping | None):
+        raise TypeError("kv_transfer_params of another type")
+    return params
+
+
+def read_prompt_logprobs(prompt: Sequence[int], told: Sequence[Any] | None) -> list[TokenLogprobs] | None:
+    """Log-probabilities of a prompt, as ``prompt_logprobs`` of ``/inference/v1/generate`` has them.
+
+    An object from token id to ``{"logprob", "rank"}`` for each token, the first of which has none.
+    """
+    if not told:
+        return None
+    positions = []
+    for token, entry in zip(prompt[1:], told[1:], strict=True):
+        own = entry[str(token)]
+        best = sorted(
+            ((int(other), one) for other, one in entry.items() if int(other) != token), key=lambda pair: pair[1]["rank"]
         )
-        for choice in event.get("choices") or ()
-    ]
-    return chunks, details.get("cached_tokens")
+        positions.append(
+            TokenLogprobs(
+                token_ids=[token, *(other for other, _ in best)],
+                logprobs=[float(own["logprob"]), *(float(one["logprob"]) for _, one in best)],
+                sampled_rank=int(own["rank"]),
+            )
+        )
+    return positions
 
 
 def read_logprobs(logprobs: Mapping[str, Any] | None) -> list[TokenLogprobs] | None:
@@ -187,15 +321,33 @@ def _token_id(entry: Mapping[str, Any]) -> int:
     return int(str(entry["token"]).removeprefix("token_id:"))
 
 
-def _error_text(content: bytes, status: int) -> str:
+def refusal(engine: str, content: bytes, status: int) -> LegError:
+    """What an engine says when it refuses or fails: OpenAI's error form, or whatever it sent."""
+    status = status if _is_error(status) else 502
     try:
         body = orjson.loads(content)
-        fault = body.get("error", body)
-        return str(fault.get("message", fault)) if isinstance(fault, dict) else str(fault)
-    except (orjson.JSONDecodeError, AttributeError):
+    except orjson.JSONDecodeError:
         text = content[:200].decode("utf-8", errors="replace").strip()
-        return f"HTTP {status}{': ' + text if text else ''}"
+        return LegError(engine, f"HTTP {status}{': ' + text if text else ''}", status=status)
+    error = body.get("error", body) if isinstance(body, dict) else body
+    if not isinstance(error, dict):
+        return LegError(engine, str(error), status=status)
+    code = error.get("code")
+    problem = str(error.get("message", error))
+    return LegError(engine, problem, status=code if _is_error(code) else status, error=error)
+
+
+def _is_error(status: object) -> TypeGuard[int]:
+    """Whether it can be answered with."""
+    return isinstance(status, int) and 400 <= status < 600
 
 
 def _connection_text(error: BaseException) -> str:
+    match error:
+        case aiohttp.ClientConnectorError():
+            return f"cannot be reached ({error.strerror or error.os_error})"
+        case aiohttp.ServerDisconnectedError():
+            return "closed the connection without an answer"
+        case aiohttp.ClientPayloadError():
+            return "broke off its answer"
     return f"no answer ({type(error).__name__}{': ' + str(error) if str(error) else ''})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 
@@ -25,8 +25,13 @@ class TokenRequest:
     priority: int = 0
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: Mapping[str, Any] | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
-    """What an engine must see of the client's headers (trace context, data-parallel rank, session)."""
+    prompt_logprobs: int | None = None
+    """How many of the best are wanted at each prompt token (-1: the whole vocabulary), or None."""
+    whole: bool = False
+    """The client sees nothing before the end, so the answer may be begun anew as long as it has not ended."""
+    kv_transfer_params: Mapping[str, Any] | None = None
+    """The client's own, where the topology lets clients steer the transfer."""
+    ec_transfer_params: Mapping[str, Any] | None = None
     unsplittable: str | None = None
     """Why this one must be served colocated, or None."""
 
@@ -52,15 +57,26 @@ class TokenChunk:
     """Prompt tokens found in a prefix cache; on the first chunk, or on the last where it is known no earlier."""
     created_cache_tokens: int | None = None
     """Prompt tokens that were added to a prefix cache; beside ``cached_tokens``."""
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None
+    """At every prompt token but the first; on the first chunk, where they were asked for."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it says nothing but that the engine is at work."""
+        return not self.token_ids and self.finish_reason is None and self.prompt_logprobs is None
 
 
 class ServingError(Exception):
-    """A generation that could not be served. The client gets ``status`` and ``message`` in OpenAI's error form."""
+    """A generation that could not be served. The client gets ``status`` and ``message`` in OpenAI's error form.
 
-    def __init__(self, message: str, *, status: int = 503) -> None:
+    ``error`` is the error object of the engine that refused it, where that is what the client should see.
+    """
+
+    def __init__(self, message: str, *, status: int = 503, error: Mapping[str, Any] | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.status = status
+        self.error = error
 
 
 class TokenEngine(Protocol):

@@ -16,9 +16,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from vllm.exceptions import GracefulHTTPError
+from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMNotFoundError
 from vllm.logger import init_logger
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.stats import PrefillStats
@@ -115,16 +115,14 @@ class SplitCore:
         try:
             async with aclosing(self._engine.run(token_request)) as chunks:
                 async for chunk in chunks:
-                    finished = chunk.finish_reason is not None
+                    finished = chunk.finish_reason is not None  # the last one; read on, or the leg would be aborted
                     if finished and chunk.cached_tokens is not None:
                         self._correct_cached_tokens(request_id, chunk)
-                    self._outputs.put_nowait(_output(request_id, len(token_request.token_ids), chunk, wanted_logprobs))
-                    if finished:
-                        break
+                    self._outputs.put_nowait(_output(request_id, token_request, chunk, wanted_logprobs))
             if not finished:
                 raise ServingError("the engine's answer ended without a finish reason", status=502)
         except ServingError as error:
-            self._fail(request, GracefulHTTPError(error.message, _http_status(error.status)))
+            self._fail(request, _as_vllm_raises(error))
         except Exception as error:  # whatever went wrong, the client must not wait for ever
             logger.exception("generation %s failed", request_id)
             self._fail(
@@ -157,30 +155,28 @@ class SplitCore:
                 task.cancel()
 
 
-def _http_status(status: int) -> HTTPStatus:
-    """The status as Python knows it; engines behind proxies answer with others (499, 520) as well."""
+def _as_vllm_raises(error: ServingError) -> Exception:
+    """The error as vLLM's server would have raised it, so that its handlers answer as they would have."""
+    if error.status == 400:
+        return VLLMClientError(error.message)
+    if error.status == 404:
+        return VLLMNotFoundError(error.message)
     try:
-        return HTTPStatus(status)
-    except ValueError:
-        return HTTPStatus.BAD_GATEWAY if status >= 500 else HTTPStatus.BAD_REQUEST
+        status = HTTPStatus(error.status)
+    except ValueError:  # engines behind proxies answer with what Python does not know (499, 520) as well
+        status = HTTPStatus.BAD_GATEWAY if error.status >= 500 else HTTPStatus.BAD_REQUEST
+    return GracefulHTTPError(error.message, status)
 
 
 def _token_request(request: EngineCoreRequest, served_name: str) -> TokenRequest:
     params = request.sampling_params
     if params is None or request.prompt_token_ids is None or request.prompt_embeds is not None:
-        raise GracefulHTTPError("prompt embeddings are not served split", HTTPStatus.NOT_IMPLEMENTED)
+        raise GracefulHTTPError("prompt embeddings are not served by this gateway", HTTPStatus.NOT_IMPLEMENTED)
     if request.mm_features:
-        raise GracefulHTTPError("multimodal prompts are not served split", HTTPStatus.NOT_IMPLEMENTED)
-    if params.prompt_logprobs is not None or getattr(params, "prompt_logprob_token_ids", None) is not None:
-        raise GracefulHTTPError(
-            "prompt_logprobs (and echo with logprobs) are not served by this gateway",
-            HTTPStatus.NOT_IMPLEMENTED,
-        )
-    headers: dict[str, str] = dict(request.trace_headers or {})
-    if request.data_parallel_rank is not None:
-        headers["X-data-parallel-rank"] = str(request.data_parallel_rank)
-    if session := getattr(request, "session_id", None):
-        headers["X-Session-ID"] = session
+        raise GracefulHTTPError("multimodal prompts are not served by this gateway", HTTPStatus.NOT_IMPLEMENTED)
+    if getattr(params, "prompt_logprob_token_ids", None) is not None:
+        raise GracefulHTTPError("prompt_logprob_token_ids are not served by this gateway", HTTPStatus.NOT_IMPLEMENTED)
+    extra = params.extra_args or {}
     return TokenRequest(
         request_id=request.request_id,
         token_ids=request.prompt_token_ids,
@@ -190,7 +186,11 @@ def _token_request(request: EngineCoreRequest, served_name: str) -> TokenRequest
         priority=request.priority,
         reasoning_ended=request.reasoning_ended,
         reasoning_parser_kwargs=getattr(request, "reasoning_parser_kwargs", None),
-        headers=headers,
+        prompt_logprobs=params.prompt_logprobs,
+        # a stop string is found while the answer is made, so what was made so far has been seen
+        whole=params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop,
+        kv_transfer_params=extra.get("kv_transfer_params"),
+        ec_transfer_params=extra.get("ec_transfer_params"),
     )
 
 
@@ -214,9 +214,9 @@ def _wire_sampling(params: SamplingParams) -> dict[str, Any]:
     for name in _OF_THE_TEXT:
         wire.pop(name, None)
     extra: dict[str, Any] = dict(wire.pop("extra_args", None) or {})
-    # KV parameters are between the gateway and its engines; a client's are ignored, as by an engine with no connector.
-    extra.pop("kv_transfer_params", None)
-    extra.pop("ec_transfer_params", None)
+    for name in ("kv_transfer_params", "ec_transfer_params"):
+        extra.pop(name, None)  # fields of their own on the wire
+    wire.pop("prompt_logprobs", None)
     if extra:
         wire["extra_args"] = extra
     wire["detokenize"] = False
@@ -229,8 +229,8 @@ def _wire_sampling(params: SamplingParams) -> dict[str, Any]:
     return wire
 
 
-def _output(request_id: str, prompt_tokens: int, chunk: TokenChunk, wanted_logprobs: int | None) -> EngineCoreOutput:
-    stats = None
+def _output(request_id: str, request: TokenRequest, chunk: TokenChunk, wanted_logprobs: int | None) -> EngineCoreOutput:
+    stats, prompt_tokens = None, len(request.token_ids)
     if chunk.cached_tokens is not None:
         stats = PrefillStats(
             num_prompt_tokens=prompt_tokens,
@@ -243,6 +243,10 @@ def _output(request_id: str, prompt_tokens: int, chunk: TokenChunk, wanted_logpr
         request_id=request_id,
         new_token_ids=list(chunk.token_ids),
         new_logprobs=_logprobs_lists(chunk.logprobs, wanted_logprobs) if chunk.logprobs else None,
+        # vLLM has tensors here, and reads of them what arrays have as well
+        new_prompt_logprobs_tensors=(
+            _logprobs_lists(chunk.prompt_logprobs, request.prompt_logprobs) if chunk.prompt_logprobs else None
+        ),
         finish_reason=_FINISH.get(chunk.finish_reason, FinishReason.ERROR) if chunk.finish_reason else None,
         stop_reason=chunk.stop_reason,
         prefill_stats=stats,

@@ -23,6 +23,8 @@ class EngineView:
     """Tokens in a block of its prefix cache; None if it keeps none, or does not tell."""
     api_key: str | None = field(default=None, repr=False)
     """Sent to engines that want one."""
+    aborts: bool = False
+    """Whether it has an endpoint that ends a request by its id (vLLM 0.31 and newer)."""
 
     def created_cache_tokens(self, prompt_tokens: int, cached_tokens: int) -> int | None:
         """Prompt tokens that serving a prompt adds to its prefix cache: whole blocks, less those it had.
@@ -45,6 +47,7 @@ class EngineView:
             generation=int(value.get("generation", 0)),
             cached_block_tokens=value.get("cached_block_tokens"),
             api_key=value.get("api_key"),
+            aborts=bool(value.get("aborts", False)),
         )
 
 
@@ -88,6 +91,10 @@ class Engines:
             yield
         finally:
             watchers.discard(left)
+
+    def has_left(self, view: EngineView) -> bool:
+        """Whether the engine, as it was seen then, has gone out of service since."""
+        return _has_left(view, self._views.get(view.name))
 
     def take_turn(self, view: EngineView) -> None:
         """Notes that an engine was chosen, so that equals are chosen in turn."""

@@ -15,6 +15,58 @@ Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
+def header(scope: Scope, name: bytes) -> str | None:
+    """A header of a request by its name in lower case; the first, if it is sent twice."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return str(value.decode("latin-1"))
+    return None
+
+
+def header_value(text: str) -> bytes:
+    """A text as a header's value: what cannot stand in one, a line's end above all, becomes a question mark."""
+    kept = "".join("?" if (one < " " and one != "\t") or one == "\x7f" else one for one in text)
+    return kept.encode("latin-1", errors="replace")
+
+
+_NOT_FOR_ENGINES = frozenset(
+    {
+        # of this one connection (RFC 9110, 7.6.1)
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        # of this one message: the legs' bodies are others
+        "accept",
+        "accept-encoding",
+        "content-encoding",
+        "content-length",
+        "content-type",
+        "expect",
+        "host",
+        # between the client and the gateway
+        "authorization",
+        "cookie",
+        "x-request-id",
+        "x-data-parallel-rank",
+    }
+)
+
+
+def for_engines(scope: Scope) -> dict[str, str]:
+    """The headers of a request that its legs carry: trace context, session, tenant, whatever a user adds."""
+    return {
+        name: value.decode("latin-1")
+        for key, value in scope["headers"]
+        if (name := key.decode("latin-1")) not in _NOT_FOR_ENGINES and not name.startswith("x-trivet-")
+    }
+
+
 async def answer(
     send: Send, status: int, body: bytes, content_type: bytes, headers: Iterable[tuple[bytes, bytes]] = ()
 ) -> None:
@@ -31,5 +83,9 @@ async def answer_json(send: Send, status: int, value: object, headers: Iterable[
 
 async def answer_error(send: Send, status: int, message: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
     """Sends an error in the form that OpenAI's clients, and vLLM, use."""
-    error = {"message": message, "type": HTTPStatus(status).phrase, "param": None, "code": status}
+    try:
+        kind = HTTPStatus(status).phrase
+    except ValueError:  # what stands before an engine answers with what Python does not know (499, 520) as well
+        kind = "Internal Server Error" if status >= 500 else "Bad Request"
+    error = {"message": message, "type": kind, "param": None, "code": status}
     await answer_json(send, status, {"error": error}, headers)

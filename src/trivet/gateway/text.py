@@ -1,0 +1,162 @@
+"""The text plane as an ASGI application: requests go to the engines' own OpenAI endpoints, split where they can be."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from contextlib import aclosing
+
+import aiohttp
+import orjson
+
+from trivet.journal import current_request
+from trivet.legs.life import Legs
+from trivet.legs.text import TextAsk
+from trivet.render.contract import ServingError
+from trivet.routing.choose import choose
+from trivet.routing.engines import Engines, EngineView
+from trivet.surface.http import Receive, Scope, Send, answer_error, answer_json, for_engines
+from trivet.surface.sse import DONE, event_of
+
+_SILENCE = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=60.0)
+
+
+class TextApp:
+    """Stands where vLLM's application stands on the tokens plane."""
+
+    def __init__(self, engines: Engines, legs: Legs, generating: tuple[str, ...]) -> None:
+        """
+        Args:
+            generating: paths that generate; every other request goes to one engine as it is.
+        """
+        self._engines = engines
+        self._legs = legs
+        self._generating = generating
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one ASGI connection."""
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+        elif scope["type"] != "http":
+            raise RuntimeError(f"the text plane serves HTTP, not {scope['type']}")
+        else:
+            body = await _body(receive)
+            if body is None:
+                return
+            generates = scope["method"] == "POST" and scope["path"] in self._generating
+            serving = asyncio.create_task((self._generate if generates else self._pass_on)(scope, body, send))
+            leaving = asyncio.ensure_future(_until_left(receive))
+            try:
+                await asyncio.wait([serving, leaving], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                leaving.cancel()
+                if not serving.done():
+                    serving.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await serving
+
+    async def _generate(self, scope: Scope, raw: bytes, send: Send) -> None:
+        owner = current_request.get()
+        try:
+            body = orjson.loads(raw)
+        except orjson.JSONDecodeError:
+            body = None
+        ask = TextAsk(
+            scope["path"],
+            raw,
+            body,
+            owner.forwarded if owner is not None else {},
+            owner.colocate if owner is not None else None,
+        )
+        begun = False
+        try:
+            async with aclosing(self._legs.serve(ask)) as pieces:
+                async for piece in pieces:
+                    if piece.head is not None:
+                        headers = [(name.encode(), _raw(value)) for name, value in piece.head.items()]
+                        await send({"type": "http.response.start", "status": 200, "headers": headers})
+                        begun = True
+                    await send({"type": "http.response.body", "body": piece.body, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except ServingError as error:
+            if not begun:
+                if error.error is not None:
+                    await answer_json(send, error.status, {"error": dict(error.error)})
+                else:
+                    await answer_error(send, error.status, error.message)
+                return
+            told = error.error or {
+                "message": error.message,
+                "type": "InternalServerError",
+                "param": None,
+                "code": error.status,
+            }
+            await send(
+                {"type": "http.response.body", "body": event_of({"error": dict(told)}) + DONE, "more_body": False}
+            )
+
+    async def _pass_on(self, scope: Scope, body: bytes, send: Send) -> None:
+        engine = self._any_engine()
+        if engine is None:
+            await answer_error(send, 503, "no engine is ready to serve this request")
+            return
+        url = engine.url + scope["path"]
+        if query := scope.get("query_string"):
+            url += "?" + query.decode("latin-1")
+        headers = for_engines(scope)
+        for name, value in scope["headers"]:
+            if name in (b"accept", b"content-type"):
+                headers[name.decode()] = value.decode("latin-1")
+        if engine.api_key:
+            headers["authorization"] = f"Bearer {engine.api_key}"
+        try:
+            async with self._legs.session.request(
+                scope["method"], url, data=body or None, headers=headers, timeout=_SILENCE, allow_redirects=False
+            ) as answer:
+                kept = [
+                    (name.lower().encode(), _raw(value))
+                    for name, value in answer.headers.items()
+                    if name.lower() in ("content-type", "location", "allow", "retry-after", "www-authenticate")
+                ]
+                await send({"type": "http.response.start", "status": answer.status, "headers": kept})
+                async for piece in answer.content.iter_any():
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            with contextlib.suppress(RuntimeError):  # the answer had begun: its connection is closed by the server
+                await answer_error(send, 502, f"{engine.name}: no answer ({type(error).__name__})")
+
+    def _any_engine(self) -> EngineView | None:
+        route = choose(self._engines, colocate="not split")
+        if route is not None:
+            return route.decode
+        return next(iter(self._engines.ready("prefill")), None)
+
+
+def _raw(value: str) -> bytes:
+    """A header's value as the engine sent it."""
+    return value.encode("utf-8", errors="surrogateescape")
+
+
+async def _body(receive: Receive) -> bytes | None:
+    parts: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def _until_left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

@@ -1,0 +1,141 @@
+"""What the life of a generation knows of the form in which a data plane sends it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+import aiohttp
+
+from trivet.journal import GenerationRecord
+from trivet.routing.engines import EngineView
+
+Piece = TypeVar("Piece")
+"""A part of an answer as it goes towards the client."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One request to one engine."""
+
+    role: str
+    """``prefill``, ``decode`` or ``release``."""
+    engine: EngineView
+    request_id: str
+    """Unique in this service; the engine is sent it as ``X-Request-Id``."""
+    session: aiohttp.ClientSession = field(repr=False)
+    headers: Mapping[str, str] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled(Generic[Piece]):
+    """What a prefill leg answered."""
+
+    kv_transfer_params: Mapping[str, Any] | None
+    cached_tokens: int | None
+    """Prompt tokens that it found in its prefix cache; None if it does not tell."""
+    first: Piece | None = None
+    """The first token, where it was sampled to be used."""
+    finished: bool = False
+    """That token is also the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Which engine computed the prompt that a decode leg is handed, and how much of it from its prefix cache."""
+
+    engine: EngineView
+    cached_tokens: int | None
+
+
+class Ask(Protocol[Piece]):
+    """One generation, as one data plane asks engines for it.
+
+    It remembers what it has given out: a leg that is made later continues behind that.
+    """
+
+    @property
+    def request_id(self) -> str:
+        """Unique in this service."""
+        ...
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """What legs carry besides Trivet's own headers."""
+        ...
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens that a prefill leg computes; an estimate where there are no token ids."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of prompt and longest answer together."""
+        ...
+
+    @property
+    def unsplittable(self) -> str | None:
+        """Why it must be served colocated, or None."""
+        ...
+
+    @property
+    def may_take_first_token(self) -> bool:
+        """Whether prefill's token may be the answer's first."""
+        ...
+
+    @property
+    def begun(self) -> bool:
+        """Whether something of the answer was given out."""
+        ...
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why another engine could not continue behind what was given out, or None."""
+        ...
+
+    def engine_id(self, leg: Leg) -> str:
+        """The id under which the engine knows a leg, for its abort endpoint."""
+        ...
+
+    async def prefill(self, leg: Leg, params: Mapping[str, Any], *, sample: bool) -> Prefilled[Piece]:
+        """Runs a prefill leg.
+
+        Args:
+            params: the connector's ``kv_transfer_params``.
+            sample: draw the first token as the client asked, because it will be used.
+
+        Raises:
+            LegError: it failed.
+        """
+        ...
+
+    def decode(
+        self,
+        leg: Leg,
+        params: Mapping[str, Any] | None,
+        computed: Computed | None,
+        accepted: Callable[[], None],
+    ) -> AsyncGenerator[Piece, None]:
+        """Runs a decode leg, or the only leg of a colocated request (``params`` None). Closing it ends the leg.
+
+        Args:
+            accepted: called when the engine has taken the request.
+
+        Raises:
+            LegError: it failed.
+        """
+        ...
+
+    async def release(self, leg: Leg, params: Mapping[str, Any]) -> None:
+        """Has a decode engine take KV that nobody wants, so that prefill frees it.
+
+        Raises:
+            LegError: it failed.
+        """
+        ...
+
+    def note(self, record: GenerationRecord, piece: Piece) -> None:
+        """Writes down what a piece says."""
+        ...

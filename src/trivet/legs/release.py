@@ -1,0 +1,116 @@
+"""Ending what a generation leaves behind at engines: legs nobody waits for, and KV that nobody will pull.
+
+All of it runs in the background, bounded in time, and is counted until it is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
+
+from trivet.connectors import Connector
+from trivet.legs.ask import Ask, Leg, Prefilled
+from trivet.legs.wire import LegError, abort, reading
+from trivet.routing.engines import Engines, EngineView
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 1.0
+"""A release leg that is not served by then is aborted, which makes its engine tell prefill all the same: KV is free
+within two seconds also when decode is too busy to take it."""
+_ABORT_AGAIN_S = (0.1, 0.2, 0.4, 0.8)
+"""An abort that overtakes its request on the way finds nothing to end, so it is repeated."""
+_CLOSE_S = 5.0
+
+
+class Releases:
+    """Ends legs and releases KV in the background."""
+
+    def __init__(self, engines: Engines, connector: Connector | None) -> None:
+        self._engines = engines
+        self._connector = connector
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.pending = 0
+        """KV hand-overs that nobody took and that are being released."""
+        self.unconfirmed = 0
+        """Those that no engine confirmed: prefill had freed the KV already, or holds it until its lease ends."""
+
+    def abort(self, ask: Ask[Any], leg: Leg) -> None:
+        """Has an engine end a leg whose connection is closed already, where it has an endpoint for that."""
+        if leg.engine.aborts:
+            self._start(abort(leg.session, leg.engine, ask.engine_id(leg)))
+
+    def abandon(self, ask: Ask[Any], leg: Leg, call: asyncio.Task[Prefilled[Any]], spare: Sequence[Leg]) -> None:
+        """Ends a prefill leg that nobody waits for any more; KV that it has handed over by then is released."""
+        self._start(self._abandon(ask, leg, call, spare))
+
+    def release(self, ask: Ask[Any], answered: Mapping[str, Any] | None, legs: Sequence[Leg]) -> None:
+        """Lets prefill free KV that nobody will pull.
+
+        Args:
+            answered: what prefill answered.
+            legs: release legs, one of which is enough; the likeliest to work first.
+        """
+        params = None
+        if self._connector is not None and answered:
+            with contextlib.suppress(LegError), reading(ask.request_id):
+                params = self._connector.release_params(answered)
+        if params is None:
+            return
+        self.pending += 1
+        self._start(self._release(ask, params, legs))
+
+    async def close(self) -> None:
+        """Waits for what is under way, and gives up on what takes too long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_S):
+                while self._tasks:  # one may begin another
+                    await asyncio.wait(self._tasks)
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _abandon(self, ask: Ask[Any], leg: Leg, call: asyncio.Task[Prefilled[Any]], spare: Sequence[Leg]) -> None:
+        try:
+            if leg.engine.aborts:
+                # not closed at once: an answer that is on its way says where the KV is that must be released
+                for pause_s in _ABORT_AGAIN_S:
+                    await abort(leg.session, leg.engine, ask.engine_id(leg))
+                    if (await asyncio.wait([call], timeout=pause_s))[0]:
+                        break
+        finally:
+            call.cancel()  # closes the connection, on which every vLLM aborts
+        with contextlib.suppress(asyncio.CancelledError, LegError):
+            self.release(ask, (await call).kv_transfer_params, spare)
+
+    async def _release(self, ask: Ask[Any], params: Mapping[str, Any], legs: Sequence[Leg]) -> None:
+        try:
+            for leg in legs:
+                try:
+                    async with asyncio.timeout(_PATIENCE_S):
+                        await ask.release(leg, params)
+                    return
+                except TimeoutError:
+                    self.abort(ask, leg)
+                    return
+                except LegError as error:
+                    logger.warning("releasing KV of %s: %s", ask.request_id, error)
+            self.unconfirmed += 1
+            logger.warning("KV of %s: no engine confirmed its release", ask.request_id)
+        finally:
+            self.pending -= 1
+
+
+def takers(engines: Engines, last_resort: EngineView | None) -> list[EngineView]:
+    """Engines that can take KV to release it; ``last_resort`` has just failed."""
+    name = last_resort.name if last_resort else None
+    return sorted(engines.ready("decode"), key=lambda engine: engine.name == name)

@@ -1,0 +1,287 @@
+"""The text plane: the client's own request, answered by the engines' OpenAI endpoints, whose bytes are passed through.
+
+The decode leg is the client's body as it came, byte for byte, with the connector's parameters added. The prefill leg
+is the same body, rewritten so that it makes one token and nothing in it could be refused beside that. Rules, and why
+(vLLM 0.30 to 0.32): what shapes the prompt stays (messages, tools, template arguments, ``response_format``, which some
+models are told of in their prompt); what only shapes the answer goes.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from trivet.journal import GenerationRecord, now_s
+from trivet.legs.ask import Computed, Leg, Prefilled
+from trivet.legs.wire import (
+    GENERATE,
+    LegError,
+    cached_tokens_of,
+    check_finish,
+    generate,
+    post,
+    reading,
+    refusal,
+    transfer_params_of,
+)
+from trivet.surface.sse import EventSplitter, data_of, event_of
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_ID_PREFIX: Mapping[str, str] = {CHAT: "chatcmpl-{}", COMPLETIONS: "cmpl-{}-0"}
+"""How vLLM makes an engine's id of ``X-Request-Id``."""
+
+_END_WITH_A_MARK = (CHAT, COMPLETIONS, GENERATE)
+"""Endpoints whose streams end with ``data: [DONE]``; ``/v1/responses`` ends with an event of its own."""
+
+_ONLY_THE_ANSWER = (
+    "stream_options",
+    "min_tokens",
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+    "echo",
+    "best_of",
+    "use_beam_search",
+    "return_token_ids",
+)
+_BYTES_A_TOKEN = 4
+"""Of English text; only the load of engines is estimated with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What an answer says of itself."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None
+
+    @classmethod
+    def parse(cls, value: Any) -> Usage | None:
+        """From an answer's JSON; None if there is none, or none that can be read."""
+        try:
+            prompt_tokens, completion_tokens = value.get("prompt_tokens"), value.get("completion_tokens")
+            return cls(int(prompt_tokens or 0), int(completion_tokens or 0), cached_tokens_of({"usage": value}))
+        except (AttributeError, TypeError, ValueError, OverflowError):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """Bytes of an answer; the first ones with its head."""
+
+    body: bytes
+    head: Mapping[str, str] | None = None
+    """Response headers, on the first piece."""
+    tokens: int = 0
+    """Tokens in it; one an event, as engines stream, unless usage tells."""
+    finish_reason: str | None = None
+    usage: Usage | None = None
+
+
+def why_unsplittable(path: str, body: object) -> str | None:
+    """Why a request must be served colocated on this plane, or None.
+
+    One prefill leg hands over the KV of one prompt, to be read once.
+    """
+    if path not in (CHAT, COMPLETIONS):
+        return f"{path} is not split on the text plane"
+    if not isinstance(body, Mapping):
+        return "the body is no JSON object"
+    for name in ("n", "best_of"):
+        if body.get(name) not in (None, 1):
+            return f"{name} above 1 on the text plane"
+    if body.get("use_beam_search"):
+        return "beam search"
+    if body.get("prompt_logprobs") is not None or (body.get("echo") and body.get("logprobs") is not None):
+        return "log-probabilities of the prompt on the text plane"
+    if body.get("prompt_embeds") is not None:
+        return "prompt embeddings"
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) != 1 and not all(isinstance(token, int) for token in prompt):
+        return "several prompts on the text plane"
+    return None
+
+
+def prefill_text_body(body: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of a prefill leg: the prompt as it is, and one token after it."""
+    rewritten = {name: value for name, value in body.items() if name not in _ONLY_THE_ANSWER}
+    rewritten |= {"stream": False, "n": 1, "max_tokens": 1, "kv_transfer_params": dict(params)}
+    if "max_completion_tokens" in body:  # wins over max_tokens
+        rewritten["max_completion_tokens"] = 1
+    return rewritten
+
+
+def with_field(raw: bytes, name: str, value: object) -> bytes:
+    """A JSON object's text with one more field at its end; all else stays as it is, byte for byte.
+
+    Of a name that is there already, the last one counts (so in Python's parser, which vLLM reads bodies with).
+    """
+    end = raw.rindex(b"}")
+    has_fields = raw[:end].rstrip()[-1:] != b"{"
+    field = orjson.dumps({name: value})[1:-1]
+    return raw[:end] + (b"," if has_fields else b"") + field + raw[end:]
+
+
+class TextAsk:
+    """A client's request as legs send it. See ``Ask``."""
+
+    def __init__(self, path: str, raw: bytes, body: object, headers: Mapping[str, str], unsplittable: str | None):
+        """
+        Args:
+            raw: the body as it came.
+            body: the same, parsed; None if it is no JSON, which an engine will say.
+            headers: what legs carry of the client's.
+        """
+        self.request_id = uuid.uuid4().hex
+        self.headers = headers
+        self.unsplittable = why_unsplittable(path, body) or unsplittable
+        self.may_take_first_token = False
+        self.begun = False
+        self.obstacle: str | None = "the text plane passes on what one engine writes"
+        self._path = path
+        self._raw = raw
+        self._body: Mapping[str, Any] = body if isinstance(body, Mapping) else {}
+
+    @property
+    def prompt_tokens(self) -> int:
+        """See ``Ask``; an estimate."""
+        prompt = self._body.get("prompt")
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+            return len(prompt)
+        return max(1, len(self._raw) // _BYTES_A_TOKEN)
+
+    @property
+    def tokens(self) -> int:
+        """See ``Ask``; an estimate."""
+        limit = self._body.get("max_completion_tokens") or self._body.get("max_tokens")
+        return self.prompt_tokens + (limit if isinstance(limit, int) else 0)
+
+    def engine_id(self, leg: Leg) -> str:
+        """See ``Ask``."""
+        return _ID_PREFIX.get(self._path, "{}").format(leg.request_id)
+
+    async def prefill(
+        self,
+        leg: Leg,
+        params: Mapping[str, Any],
+        *,
+        sample: bool,  # noqa: ARG002  (there is nothing to sample for)
+    ) -> Prefilled[TextPiece]:
+        """See ``Ask``."""
+        body = prefill_text_body(self._body, params)
+        answer = await generate(leg.session, leg.engine.name, leg.engine.url, body, leg.headers, self._path)
+        with reading(leg.engine.name):
+            return Prefilled(transfer_params_of(answer), cached_tokens_of(answer))
+
+    async def decode(
+        self, leg: Leg, params: Mapping[str, Any] | None, computed: Computed | None, accepted: Callable[[], None]
+    ) -> AsyncGenerator[TextPiece, None]:
+        """See ``Ask``."""
+        raw = self._raw if params is None else with_field(self._raw, "kv_transfer_params", params)
+        engine, cached = leg.engine.name, computed.cached_tokens if computed else None
+        async with post(leg.session, engine, f"{leg.engine.url}{self._path}", raw, leg.headers) as answer:
+            if answer.status != 200:
+                raise refusal(engine, await answer.read(), answer.status)
+            accepted()
+            head: Mapping[str, str] | None = _head(answer.headers)
+            if not answer.content_type.startswith("text/event-stream"):
+                yield _whole(engine, await answer.read(), head, cached)
+                return
+            splitter, done = EventSplitter(), self._path not in _END_WITH_A_MARK
+            async for piece in answer.content.iter_any():
+                for event in splitter.feed(piece):
+                    done = done or event.startswith(b"data: [DONE]")
+                    yield _event(engine, event, head, cached)
+                    head = None
+        if not done:
+            raise LegError(engine, "the stream ended before the answer did", status=502, died=True)
+
+    async def release(self, leg: Leg, params: Mapping[str, Any]) -> None:
+        """See ``Ask``."""
+        # A salt of its own: should prefill have freed the blocks already, decode must not cache what it reads there.
+        body = {**prefill_text_body(self._body, params), "cache_salt": f"release-{uuid.uuid4().hex}"}
+        await generate(leg.session, leg.engine.name, leg.engine.url, body, leg.headers, self._path)
+
+    def note(self, record: GenerationRecord, piece: TextPiece) -> None:
+        """See ``Ask``."""
+        self.begun = True
+        if piece.tokens:
+            record.first_token_s = record.first_token_s or now_s()
+            record.completion_tokens += piece.tokens
+        if piece.usage is not None:
+            record.prompt_tokens = piece.usage.prompt_tokens or record.prompt_tokens
+            record.completion_tokens = piece.usage.completion_tokens or record.completion_tokens
+            record.cached_tokens = piece.usage.cached_tokens
+        if piece.finish_reason is not None:
+            record.finish_reason = piece.finish_reason
+            record.end_s = now_s()
+
+
+_OF_THE_CONNECTION = frozenset({"connection", "content-length", "date", "keep-alive", "server", "transfer-encoding"})
+
+
+def _head(headers: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name.lower(): value
+        for name, value in headers.items()
+        if name.lower() not in _OF_THE_CONNECTION and name.lower() not in ("x-request-id", "content-encoding")
+    }
+
+
+def _whole(engine: str, content: bytes, head: Mapping[str, str] | None, cached: int | None) -> TextPiece:
+    try:
+        answer = orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        raise LegError(engine, "answered 200 with something that is not JSON", status=502) from error
+    with reading(engine):
+        reason = None
+        for choice in answer.get("choices") or ():
+            check_finish(engine, reason := choice.get("finish_reason"))
+        if _corrected(answer.get("usage"), cached):
+            content = orjson.dumps(answer)
+        usage = Usage.parse(answer.get("usage"))
+        return TextPiece(content, head, (usage and usage.completion_tokens) or 1, reason, usage)
+
+
+def _event(engine: str, event: bytes, head: Mapping[str, str] | None, cached: int | None) -> TextPiece:
+    """An event as it goes on: its bytes as they came, but for the count of cached tokens.
+
+    Raises:
+        LegError: it tells of an error, or is none of a stream's events.
+    """
+    data = data_of(event)
+    if data is None or data == b"[DONE]":
+        return TextPiece(event, head)
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise LegError(engine, "sent an event that is not JSON", status=502) from error
+    with reading(engine):
+        if value.get("error"):
+            raise refusal(engine, data, 500)
+        reason = None
+        choices = value.get("choices") or ()
+        for choice in choices:
+            reason = choice.get("finish_reason") or reason
+            check_finish(engine, reason)
+        usage = value.get("usage")
+        if _corrected(usage, cached):
+            event = event_of(value)
+        return TextPiece(event, head, int(bool(choices)), reason, usage)
+
+
+def _corrected(usage: Any, cached: int | None) -> bool:
+    """Puts prefill's count of cached tokens in place of decode's, which takes what was handed over for cached.
+
+    vLLM 0.32 does so itself (``remote_prefill_cached_tokens``), 0.30 does not.
+    """
+    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    if cached is None or not isinstance(details, dict) or details.get("cached_tokens") in (None, cached):
+        return False
+    details["cached_tokens"] = cached
+    return True

@@ -1,0 +1,206 @@
+"""The tokens plane: a rendered request, asked for and answered in token ids (``/inference/v1/generate``)."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from trivet.journal import GenerationRecord, now_s
+from trivet.legs.ask import Computed, Leg, Prefilled
+from trivet.legs.bodies import (
+    behind,
+    decode_body,
+    first_token_may_be_handed_over,
+    obstacle_to_continuing,
+    prefill_body,
+    release_body,
+    whole_body,
+)
+from trivet.legs.wire import (
+    cached_tokens_of,
+    generate,
+    read_choice,
+    read_prompt_logprobs,
+    reading,
+    stream,
+    transfer_params_of,
+)
+from trivet.render.contract import TokenChunk, TokenLogprobs, TokenRequest
+from trivet.routing.engines import EngineView
+
+
+class TokenAsk:
+    """A ``TokenRequest`` as legs send it. See ``Ask``."""
+
+    def __init__(self, request: TokenRequest, headers: Mapping[str, str], unsplittable: str | None) -> None:
+        # never made of an id that a client chose: an abort by id ends every request that shares it
+        self._request_id = uuid.uuid4().hex
+        self._request = request
+        self._headers = headers
+        self._unsplittable = unsplittable
+        self._sent: list[int] = []
+        self._prompt_logprobs: list[TokenLogprobs] | None = None
+        # The client sees nothing of such an answer before its end, so it is kept here until then: if it breaks off it
+        # can be begun anew, also where it could not be continued.
+        self._keeps = request.whole and obstacle_to_continuing(request) is not None
+
+    @property
+    def request_id(self) -> str:
+        """See ``Ask``."""
+        return self._request_id
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """See ``Ask``."""
+        return self._headers
+
+    @property
+    def prompt_tokens(self) -> int:
+        """See ``Ask``."""
+        return len(self._request.token_ids) + len(self._sent)
+
+    @property
+    def tokens(self) -> int:
+        """See ``Ask``."""
+        return len(self._request.token_ids) + int(self._request.sampling.get("max_tokens") or 0)
+
+    @property
+    def unsplittable(self) -> str | None:
+        """See ``Ask``."""
+        return self._unsplittable
+
+    @property
+    def may_take_first_token(self) -> bool:
+        """See ``Ask``."""
+        return not self._sent and first_token_may_be_handed_over(self._request)
+
+    @property
+    def begun(self) -> bool:
+        """See ``Ask``."""
+        return bool(self._sent)
+
+    @property
+    def obstacle(self) -> str | None:
+        """See ``Ask``."""
+        return obstacle_to_continuing(self._request)
+
+    def engine_id(self, leg: Leg) -> str:
+        """See ``Ask``; ``ServingTokens.serve_tokens`` in vLLM."""
+        return f"generate-tokens-{leg.request_id}"
+
+    async def prefill(self, leg: Leg, params: Mapping[str, Any], *, sample: bool) -> Prefilled[TokenChunk]:
+        """See ``Ask``."""
+        request = behind(self._request, self._sent)
+        body = prefill_body(request, params, sample=sample)
+        answer = await generate(leg.session, leg.engine.name, leg.engine.url, body, leg.headers)
+        first, finished = None, False
+        with reading(leg.engine.name):
+            self._read_prompt_logprobs(request, answer)
+            cached_tokens = cached_tokens_of(answer)
+            params_of_answer = transfer_params_of(answer)
+            chunk = _whole_chunk(answer) if sample else None
+        if chunk is not None:
+            finished = chunk.finish_reason == "stop" or request.sampling.get("max_tokens") == 1
+            first = self._with_cache_counts(chunk, leg.engine, cached_tokens)
+            if not finished:
+                first = replace(first, finish_reason=None)
+        return Prefilled(params_of_answer, cached_tokens, first, finished)
+
+    async def decode(
+        self, leg: Leg, params: Mapping[str, Any] | None, computed: Computed | None, accepted: Callable[[], None]
+    ) -> AsyncGenerator[TokenChunk, None]:
+        """See ``Ask``."""
+        request = behind(self._request, self._sent)
+        if request.sampling.get("max_tokens") == 0 and self._sent:
+            yield TokenChunk((), finish_reason="length")  # all tokens were there, only their end was not
+            return
+        chunks = (
+            self._whole(leg, request, accepted)
+            if self._wants_whole(params)
+            else self._stream(leg, request, params, accepted)
+        )
+        fresh = not self._sent
+        kept: list[TokenChunk] = []
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                if not fresh:  # what was cached has been told already, and not by this engine
+                    chunk = replace(chunk, cached_tokens=None)
+                elif computed is not None:
+                    first = not (kept or self._sent)
+                    chunk = self._with_cache_counts(chunk, computed.engine, computed.cached_tokens if first else None)
+                elif chunk.cached_tokens is not None:
+                    chunk = self._with_cache_counts(chunk, leg.engine, chunk.cached_tokens)
+                if self._prompt_logprobs is not None:
+                    chunk = replace(chunk, prompt_logprobs=self._prompt_logprobs)
+                    self._prompt_logprobs = None
+                if self._keeps:
+                    kept.append(chunk)
+                    yield TokenChunk(())  # a sign of life, that whoever waits may know of it
+                else:
+                    yield chunk
+        for chunk in kept:
+            yield chunk
+
+    async def release(self, leg: Leg, params: Mapping[str, Any]) -> None:
+        """See ``Ask``."""
+        body = release_body(behind(self._request, self._sent), params)
+        async with aclosing(stream(leg.session, leg.engine.name, leg.engine.url, body, leg.headers)) as chunks:
+            async for _ in chunks:
+                pass
+
+    def note(self, record: GenerationRecord, piece: TokenChunk) -> None:
+        """See ``Ask``."""
+        if piece.cached_tokens is not None:
+            record.cached_tokens = piece.cached_tokens
+            if record.first_token_s is not None:
+                record.cached_late = {
+                    "cached_tokens": piece.cached_tokens,
+                    "created_cache_tokens": piece.created_cache_tokens,
+                }
+        if piece.token_ids:
+            record.first_token_s = record.first_token_s or now_s()
+            self._sent += piece.token_ids
+            record.completion_tokens = len(self._sent)
+        if piece.finish_reason:
+            record.finish_reason = piece.finish_reason
+            record.end_s = now_s()
+
+    def _wants_whole(self, params: Mapping[str, Any] | None) -> bool:
+        return params is None and self._request.prompt_logprobs is not None and not self._sent
+
+    async def _whole(
+        self, leg: Leg, request: TokenRequest, accepted: Callable[[], None]
+    ) -> AsyncGenerator[TokenChunk, None]:
+        answer = await generate(leg.session, leg.engine.name, leg.engine.url, whole_body(request), leg.headers)
+        accepted()
+        with reading(leg.engine.name):
+            self._read_prompt_logprobs(request, answer)
+            chunk = replace(_whole_chunk(answer), cached_tokens=cached_tokens_of(answer))
+        yield chunk
+
+    def _read_prompt_logprobs(self, request: TokenRequest, answer: Mapping[str, Any]) -> None:
+        if request.prompt_logprobs is not None:
+            self._prompt_logprobs = read_prompt_logprobs(request.token_ids, answer["prompt_logprobs"])
+
+    def _stream(
+        self, leg: Leg, request: TokenRequest, params: Mapping[str, Any] | None, accepted: Callable[[], None]
+    ) -> AsyncGenerator[TokenChunk, None]:
+        body = decode_body(request, params)
+        return stream(leg.session, leg.engine.name, leg.engine.url, body, leg.headers, accepted)
+
+    def _with_cache_counts(self, chunk: TokenChunk, engine: EngineView, cached_tokens: int | None) -> TokenChunk:
+        """The chunk with the cache counts of the engine that computed the prompt; without any if that is unknown."""
+        prompt_tokens = len(self._request.token_ids)
+        created = None if cached_tokens is None else engine.created_cache_tokens(prompt_tokens, cached_tokens)
+        return replace(chunk, cached_tokens=cached_tokens, created_cache_tokens=created)
+
+
+def _whole_chunk(answer: Mapping[str, Any]) -> TokenChunk:
+    (choice,) = answer["choices"]
+    chunk = read_choice(choice)
+    if chunk.finish_reason is None:
+        raise ValueError("no finish_reason")
+    return chunk
