@@ -61,6 +61,15 @@ class Connector(Protocol):
         """
         ...
 
+    @property
+    def decode_serves_whole(self) -> bool:
+        """Whether a decode engine computes a prompt itself when it is given no parameters.
+
+        One that claims KV for every request, asked or not, would answer from memory that nobody wrote: no colocated
+        request may go there.
+        """
+        ...
+
     def needs(self, device: str) -> Sequence[Need]:
         """What must be installed for engines on ``device``."""
         ...

@@ -24,6 +24,7 @@ class NixlConnector:
     name = "NixlConnector"
     devices = frozenset({"cpu", "cuda"})
     hands_over_first_token = False
+    decode_serves_whole = True
     bytes_metric = "vllm:nixl_bytes_transferred_sum"
 
     def needs(self, device: str) -> Sequence[Need]:

@@ -9,6 +9,7 @@ import hmac
 import json
 import logging
 import math
+import re
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 CLIENT_LEFT = 499
 """What is counted for a client that left before it had an answer; nginx's number for it."""
+_PLAIN_ID = re.compile(r"[!-~]{1,256}")
 RETRY_AFTER_S = b"1"
 """An engine that ended is started again, and a queue moves on, within seconds."""
 

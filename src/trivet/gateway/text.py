@@ -21,6 +21,21 @@ from trivet.surface.sse import DONE, event_of
 _SILENCE = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=60.0)
 
 
+_PASSED_ON = frozenset(
+    {
+        ("GET", "/v1/models"),
+        ("GET", "/version"),
+        ("POST", "/tokenize"),
+        ("POST", "/detokenize"),
+        ("POST", "/v1/chat/completions/render"),
+        ("POST", "/v1/chat/completions/derender"),
+        ("POST", "/v1/completions/render"),
+        ("POST", "/v1/completions/derender"),
+    }
+)
+"""What else goes to an engine, as it is. By name, since engines have endpoints that are not for clients."""
+
+
 class TextApp:
     """Stands where vLLM's application stands on the tokens plane."""
 
@@ -43,7 +58,11 @@ class TextApp:
             body = await _body(receive)
             if body is None:
                 return
-            generates = scope["method"] == "POST" and scope["path"] in self._generating
+            where = scope["method"], scope["path"]
+            generates = where[0] == "POST" and where[1] in self._generating
+            if not generates and where not in _PASSED_ON:
+                await answer_error(send, 404, f"{where[0]} {where[1]} is not served on the text plane")
+                return
             serving = asyncio.create_task((self._generate if generates else self._pass_on)(scope, body, send))
             leaving = asyncio.ensure_future(_until_left(receive))
             try:

@@ -89,10 +89,10 @@ async def _open_plane(config: WorkerConfig, engines: Engines, legs: Legs) -> Asy
 
 
 async def _serve(config: WorkerConfig, news: asyncio.StreamReader) -> None:
-    engines = Engines()
+    connector = CONNECTORS[config.connector] if config.connector else None
+    engines = Engines(decode_serves_whole=connector is None or connector.decode_serves_whole)
     metrics = GatewayMetrics()
     state: dict[str, Any] = {"engines": []}
-    connector = CONNECTORS[config.connector] if config.connector else None
     limits = config.limits
     async with open_session() as session:
         legs = Legs(engines, session, connector, metrics.ended, Patience(limits.silence_s))

@@ -271,6 +271,8 @@ class Legs:
 
         try:
             if params is None:
+                if not self._connector.decode_serves_whole:
+                    raise LegError(prefill.name, "handed nothing over", status=502)
                 held = answered = computed = None
                 record.split, record.cached_tokens = False, None
                 record.reason = f"{prefill.name} handed nothing over"

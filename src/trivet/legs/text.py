@@ -101,6 +101,8 @@ def why_unsplittable(path: str, body: object) -> str | None:
         return "log-probabilities of the prompt on the text plane"
     if body.get("prompt_embeds") is not None:
         return "prompt embeddings"
+    if body.get("kv_transfer_params") is not None:
+        return "the client steers the transfer"
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) != 1 and not all(isinstance(token, int) for token in prompt):
         return "several prompts on the text plane"
@@ -269,10 +271,9 @@ def _event(engine: str, event: bytes, head: Mapping[str, str] | None, cached: in
         for choice in choices:
             reason = choice.get("finish_reason") or reason
             check_finish(engine, reason)
-        usage = value.get("usage")
-        if _corrected(usage, cached):
+        if _corrected(value.get("usage"), cached):
             event = event_of(value)
-        return TextPiece(event, head, int(bool(choices)), reason, usage)
+        return TextPiece(event, head, int(bool(choices)), reason, Usage.parse(value.get("usage")))
 
 
 def _corrected(usage: Any, cached: int | None) -> bool:

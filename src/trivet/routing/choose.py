@@ -20,7 +20,8 @@ class Route:
 def choose(engines: Engines, *, colocate: str | None, avoid: frozenset[str] = frozenset()) -> Route | None:
     """Picks the pair with the fewest outstanding tokens; None when nothing can serve.
 
-    Colocated requests go to a mixed engine, else to a decode engine (which then computes the prompt itself).
+    Colocated requests go to a mixed engine, else to a decode engine (which then computes the prompt itself) where the
+    connector lets one do that.
 
     Args:
         colocate: why the request must be served colocated; None splits it if a pair is ready.
@@ -35,7 +36,7 @@ def choose(engines: Engines, *, colocate: str | None, avoid: frozenset[str] = fr
         colocate = "no prefill engine is ready" if prefill is None else "no decode engine is ready"
         if not any(view.tier == "prefill" for view in engines.all()):
             colocate = "the topology has no prefill tier"
-    alone = mixed or decode
+    alone = mixed or (decode if engines.decode_serves_whole else None)
     return Route(alone, None, colocate) if alone is not None else None
 
 

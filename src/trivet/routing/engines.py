@@ -57,7 +57,12 @@ class Engines:
     A leg is charged while it runs, inside ``charge``; leaving that block, however it is left, takes the charge off.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, decode_serves_whole: bool = True) -> None:
+        """
+        Args:
+            decode_serves_whole: decode engines can serve requests colocated; see ``Connector``.
+        """
+        self.decode_serves_whole = decode_serves_whole
         self._views: dict[str, EngineView] = {}
         self._watchers: dict[str, set[Callable[[], None]]] = {}
         self._turns: dict[str, int] = {}
