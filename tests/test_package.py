@@ -21,10 +21,11 @@ ARROWS = {
     "render": {"errors"},
     "topology": {"connectors", "errors"},
     "fleet": {"topology", "errors"},
-    "legs": {"connectors", "routing", "render", "journal"},
+    "legs": {"connectors", "routing", "render", "journal", "surface"},
     "gateway": {"surface", "fleet", "legs", "connectors", "routing", "render", "topology", "journal", "errors"},
     "demo": {"gateway", "fleet", "topology", "errors"},
-    "cli": {"demo", "gateway", "fleet", "topology", "errors", "version"},
+    "sim": {"routing", "errors"},
+    "cli": {"demo", "gateway", "fleet", "sim", "topology", "errors", "version"},
     "version": set(),
 }
 """What each package may import besides itself; ``version`` is ``trivet`` itself."""
@@ -120,7 +121,8 @@ def test_nothing_outside_sees_more_of_render_than_its_contract():
 
 
 @pytest.mark.parametrize(
-    "module", ["trivet", "trivet.cli", "trivet.gateway.service", "trivet.gateway.worker", "trivet.topology.plan"]
+    "module",
+    ["trivet", "trivet.cli", "trivet.gateway.service", "trivet.gateway.worker", "trivet.topology.plan", "trivet.sim"],
 )
 def test_importing_it_imports_neither_torch_nor_vllm(module):
     code = f"import sys, {module}; print(sorted({{'torch', 'vllm'}} & set(sys.modules)))"

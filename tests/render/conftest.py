@@ -133,9 +133,11 @@ def core(frontend: ModuleType) -> ModuleType:
 
 
 @contextlib.asynccontextmanager
-async def serving(module: ModuleType, caches: Path, folder: Path, *flags: str) -> AsyncIterator[Served]:
-    """A front end of its own over a scripted engine."""
-    engine = ScriptedEngine()
+async def serving(
+    module: ModuleType, caches: Path, folder: Path, *flags: str, engine: Any = None
+) -> AsyncIterator[Served]:
+    """A front end of its own, over a scripted engine unless another is given."""
+    engine = engine or ScriptedEngine()
     with contextlib.ExitStack() as setting_up:
         setting_up.enter_context(vllm_around(caches))
         async with module.open_frontend([str(folder), *flags], engine) as opened:
@@ -155,7 +157,7 @@ async def serving(module: ModuleType, caches: Path, folder: Path, *flags: str) -
 
 @pytest.fixture(name="serving")
 def _serving(frontend: ModuleType, caches: Path) -> Any:
-    return lambda folder, *flags: serving(frontend, caches, folder, *flags)
+    return lambda folder, *flags, **more: serving(frontend, caches, folder, *flags, **more)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

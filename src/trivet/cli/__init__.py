@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from trivet.cli import demo, engine, status, topology, up
+from trivet.cli import demo, engine, sim, status, topology, up
 from trivet.cli.common import console_error, version_callback
 from trivet.errors import TrivetError
 
@@ -21,6 +21,9 @@ app.command()(demo.demo)
 app.command()(up.up)
 app.command()(status.status)
 app.command()(engine.engine)
+app.command(
+    options_metavar="[MODEL] [OPTIONS]", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)(sim.sim)
 app.add_typer(topology.app, name="topology")
 
 

@@ -69,7 +69,7 @@ def _show_engine(engine: EnginePlan) -> None:
     if engine.gpus:
         out.print(f"  GPUs {', '.join(map(str, engine.gpus))}")
     for setting in engine.settings:
-        value = "" if setting.value is None else f" {setting.value}"
+        value = "".join(f" {one}" for one in setting.flag()[1:])
         out.print(f"  --{setting.name}{escape(value)}  [dim]# {escape(setting.reason)}[/]", soft_wrap=True)
     if engine.own_flags:
         out.print(f"  {escape(' '.join(engine.own_flags))}  [dim]# from the topology[/]", soft_wrap=True)

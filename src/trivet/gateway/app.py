@@ -9,7 +9,6 @@ import hmac
 import json
 import logging
 import math
-import re
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import orjson
 from trivet.fleet import probe
 from trivet.gateway.admission import Admission
 from trivet.gateway.metrics import GatewayMetrics, Gauges
-from trivet.journal import Journal, RequestRecord, current_request
+from trivet.journal import Journal, RequestRecord, current_request, now_s
 from trivet.legs.life import Legs
 from trivet.render.contract import ServingError
 from trivet.routing.choose import choose
@@ -46,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 CLIENT_LEFT = 499
 """What is counted for a client that left before it had an answer; nginx's number for it."""
-_PLAIN_ID = re.compile(r"[!-~]{1,256}")
 RETRY_AFTER_S = b"1"
 """An engine that ended is started again, and a queue moves on, within seconds."""
 
@@ -190,24 +188,24 @@ class GatewayApp:
         said = header(scope, b"x-request-id")
         request_id = said or uuid.uuid4().hex
         record = self._journal.open(request_id, scope["path"])
-        answered = _Answered(send, record, self._count)
         inbox = Inbox(receive)
+        answered = _Answered(send, record, self._count, inbox)
         try:
             body = await inbox.body(self._rules.body_bytes)
             if body is None:
-                self._count(record, CLIENT_LEFT)
                 return
             parsed = _parsed(body)
             self._check(scope, record, parsed)
             if said is None and isinstance(parsed, dict) and isinstance(parsed.get("request_id"), str):
                 self._journal.rename(record, parsed["request_id"])  # the topology allows it, or it had been refused
+            client_id = header_value(record.request_id)
+            record.forwarded = {**for_engines(scope), "X-Client-Request-Id": client_id.decode("latin-1")}
             # vLLM takes its id from here, and no rank: it would hold it against a front end of one
             headers = [one for one in scope["headers"] if one[0] not in (b"x-request-id", RANK_HEADER.encode())]
-            headers.append((b"x-request-id", header_value(record.request_id)))
+            headers.append((b"x-request-id", client_id))
             scope = {**scope, "headers": headers}
-            async with self._turn(inbox) as is_in:
+            async with self._turn(inbox, record.deadline_s) as is_in:
                 if not is_in:
-                    self._count(record, CLIENT_LEFT)
                     return
                 if not self._can_serve():
                     raise ServingError("no engine is ready to serve this request", status=503)
@@ -222,6 +220,8 @@ class GatewayApp:
         except ServingError as error:
             await answer_error(answered, error.status, error.message)
         finally:
+            if record.status is None:
+                self._count(record, CLIENT_LEFT)
             await inbox.close()
             self._log(record)
 
@@ -249,12 +249,15 @@ class GatewayApp:
             seconds = own if seconds is None else min(own, seconds)
         if seconds is not None and math.isfinite(seconds):
             record.deadline_s = record.arrived_s + seconds
-        record.forwarded = {**for_engines(scope), "X-Client-Request-Id": record.request_id}
         record.decode_rank = header(scope, RANK_HEADER.encode())
 
     @contextlib.asynccontextmanager
-    async def _turn(self, inbox: Inbox) -> AsyncIterator[bool]:
-        """Waits for the request's turn; False inside if its client left first."""
+    async def _turn(self, inbox: Inbox, deadline_s: float | None) -> AsyncIterator[bool]:
+        """Waits for the request's turn; False inside if its client left first.
+
+        Raises:
+            ServingError: there is no turn for it, or none before its deadline.
+        """
         async with contextlib.AsyncExitStack() as stack:
             if self._admission.is_open:
                 await stack.enter_async_context(self._admission.turn())
@@ -263,12 +266,17 @@ class GatewayApp:
             waiting = asyncio.ensure_future(stack.enter_async_context(self._admission.turn()))
             leaving = asyncio.ensure_future(inbox.left())
             try:
-                await asyncio.wait([waiting, leaving], return_when=asyncio.FIRST_COMPLETED)
+                rest_s = None if deadline_s is None else max(0.0, deadline_s - now_s())
+                done, _ = await asyncio.wait([waiting, leaving], timeout=rest_s, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 leaving.cancel()
                 if not waiting.done():
                     waiting.cancel()
                     await asyncio.wait([waiting])
+                if not waiting.cancelled():
+                    waiting.exception()  # looked at, also where nobody is there to be told
+            if not done:
+                raise ServingError("the request's deadline has passed", status=504)
             if waiting.cancelled():
                 yield False
             else:
@@ -323,8 +331,11 @@ def _parsed(body: bytes) -> object:
 class _Answered:
     """``send`` for a request's answer: adds what the gateway tells in headers, and counts."""
 
-    def __init__(self, send: Send, record: RequestRecord, count: Callable[[RequestRecord, int], None]) -> None:
+    def __init__(
+        self, send: Send, record: RequestRecord, count: Callable[[RequestRecord, int], None], inbox: Inbox
+    ) -> None:
         self._send = send
+        self._inbox = inbox
         self._record = record
         self._count = count
         self._corrects = False
@@ -333,7 +344,7 @@ class _Answered:
         """Sends one ASGI message."""
         if message["type"] == "http.response.start":
             status: int = message["status"]
-            self._count(self._record, status)
+            self._count(self._record, CLIENT_LEFT if self._inbox.has_left else status)
             headers = [(name.lower(), value) for name, value in message.get("headers", ())]
             names = {name for name, _ in headers}
             if b"x-request-id" not in names:

@@ -95,6 +95,15 @@ class Ask(Protocol[Piece]):
         """Why another engine could not continue behind what was given out, or None."""
         ...
 
+    @property
+    def prefill_speaks_for_decode(self) -> bool:
+        """Whether what a prefill engine refuses, every engine would refuse in the same words."""
+        ...
+
+    def is_told_at_once(self, params: Mapping[str, Any] | None) -> bool:
+        """Whether a decode leg says nothing before its whole answer is there, however long that takes."""
+        ...
+
     def engine_id(self, leg: Leg) -> str:
         """The id under which the engine knows a leg, for its abort endpoint."""
         ...

@@ -235,6 +235,11 @@ class Legs:
                 error=fault.error,
             ) from fault
         answered = fault.status is not None and fault.executed and not fault.died
+        of_prefill = route.prefill is not None and fault.engine == route.prefill.name
+        if of_prefill and fault.status in _REFUSALS and not begun and not run.ask.prefill_speaks_for_decode:
+            run.faults.append(fault)
+            run.colocate = "prefill refused it"
+            return
         if answered and not begun and (fault.status in _REFUSALS or not run.record.split):
             raise ServingError(fault.problem, status=fault.status or 500, error=fault.error) from fault
         run.faults.append(fault)
@@ -331,10 +336,11 @@ class Legs:
         accepted: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[Piece, None]:
         leg = self._leg(run, engine, "decode")
+        patience = replace(run.patience, silence_s=None) if run.ask.is_told_at_once(params) else run.patience
         ended = False
         try:
             async with aclosing(run.ask.decode(leg, params, computed, accepted)) as pieces:
-                with watch(self._engines, engine, run.patience) as patient:
+                with watch(self._engines, engine, patience) as patient:
                     while True:
                         async with patient:
                             piece = await anext(pieces, None)

@@ -100,8 +100,8 @@ class Releases:
                         await ask.release(leg, params)
                     return
                 except TimeoutError:
-                    self.abort(ask, leg)
-                    return
+                    self.abort(ask, leg)  # which tells prefill too, from an engine that is only busy
+                    break
                 except LegError as error:
                     logger.warning("releasing KV of %s: %s", ask.request_id, error)
             self.unconfirmed += 1

@@ -41,8 +41,10 @@ _ONLY_THE_ANSWER = (
     "stream_options",
     "min_tokens",
     "logprobs",
+    "logprob_token_ids",
     "top_logprobs",
     "prompt_logprobs",
+    "prompt_logprob_token_ids",
     "echo",
     "best_of",
     "use_beam_search",
@@ -97,7 +99,9 @@ def why_unsplittable(path: str, body: object) -> str | None:
             return f"{name} above 1 on the text plane"
     if body.get("use_beam_search"):
         return "beam search"
-    if body.get("prompt_logprobs") is not None or (body.get("echo") and body.get("logprobs") is not None):
+    of_the_prompt = body.get("prompt_logprobs") is not None or body.get("prompt_logprob_token_ids") is not None
+    # vLLM makes ``prompt_logprobs`` of an echo in any chat, and of one with log-probabilities in a completion
+    if of_the_prompt or (body.get("echo") and (path == CHAT or body.get("logprobs") is not None)):
         return "log-probabilities of the prompt on the text plane"
     if body.get("prompt_embeds") is not None:
         return "prompt embeddings"
@@ -144,6 +148,8 @@ class TextAsk:
         self.unsplittable = why_unsplittable(path, body) or unsplittable
         self.may_take_first_token = False
         self.begun = False
+        # A rewritten body is refused for what it is: only an engine that has the client's own says what is wrong.
+        self.prefill_speaks_for_decode = False
         self.obstacle: str | None = "the text plane passes on what one engine writes"
         self._path = path
         self._raw = raw
@@ -162,6 +168,10 @@ class TextAsk:
         """See ``Ask``; an estimate."""
         limit = self._body.get("max_completion_tokens") or self._body.get("max_tokens")
         return self.prompt_tokens + (limit if isinstance(limit, int) else 0)
+
+    def is_told_at_once(self, params: Mapping[str, Any] | None) -> bool:  # noqa: ARG002  (the protocol names it)
+        """See ``Ask``."""
+        return self._body.get("stream") is not True
 
     def engine_id(self, leg: Leg) -> str:
         """See ``Ask``."""
@@ -185,20 +195,20 @@ class TextAsk:
     ) -> AsyncGenerator[TextPiece, None]:
         """See ``Ask``."""
         raw = self._raw if params is None else with_field(self._raw, "kv_transfer_params", params)
-        engine, cached = leg.engine.name, computed.cached_tokens if computed else None
+        engine = leg.engine.name
         async with post(leg.session, engine, f"{leg.engine.url}{self._path}", raw, leg.headers) as answer:
             if answer.status != 200:
                 raise refusal(engine, await answer.read(), answer.status)
             accepted()
             head: Mapping[str, str] | None = _head(answer.headers)
             if not answer.content_type.startswith("text/event-stream"):
-                yield _whole(engine, await answer.read(), head, cached)
+                yield _whole(engine, await answer.read(), head, computed)
                 return
             splitter, done = EventSplitter(), self._path not in _END_WITH_A_MARK
             async for piece in answer.content.iter_any():
                 for event in splitter.feed(piece):
                     done = done or event.startswith(b"data: [DONE]")
-                    yield _event(engine, event, head, cached)
+                    yield _event(engine, event, head, computed)
                     head = None
         if not done:
             raise LegError(engine, "the stream ended before the answer did", status=502, died=True)
@@ -235,7 +245,7 @@ def _head(headers: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _whole(engine: str, content: bytes, head: Mapping[str, str] | None, cached: int | None) -> TextPiece:
+def _whole(engine: str, content: bytes, head: Mapping[str, str] | None, computed: Computed | None) -> TextPiece:
     try:
         answer = orjson.loads(content)
     except orjson.JSONDecodeError as error:
@@ -244,13 +254,13 @@ def _whole(engine: str, content: bytes, head: Mapping[str, str] | None, cached: 
         reason = None
         for choice in answer.get("choices") or ():
             check_finish(engine, reason := choice.get("finish_reason"))
-        if _corrected(answer.get("usage"), cached):
+        if _corrected(answer.get("usage"), computed):
             content = orjson.dumps(answer)
         usage = Usage.parse(answer.get("usage"))
         return TextPiece(content, head, (usage and usage.completion_tokens) or 1, reason, usage)
 
 
-def _event(engine: str, event: bytes, head: Mapping[str, str] | None, cached: int | None) -> TextPiece:
+def _event(engine: str, event: bytes, head: Mapping[str, str] | None, computed: Computed | None) -> TextPiece:
     """An event as it goes on: its bytes as they came, but for the count of cached tokens.
 
     Raises:
@@ -271,18 +281,24 @@ def _event(engine: str, event: bytes, head: Mapping[str, str] | None, cached: in
         for choice in choices:
             reason = choice.get("finish_reason") or reason
             check_finish(engine, reason)
-        if _corrected(value.get("usage"), cached):
+        if _corrected(value.get("usage"), computed):
             event = event_of(value)
         return TextPiece(event, head, int(bool(choices)), reason, Usage.parse(value.get("usage")))
 
 
-def _corrected(usage: Any, cached: int | None) -> bool:
-    """Puts prefill's count of cached tokens in place of decode's, which takes what was handed over for cached.
+def _corrected(usage: Any, computed: Computed | None) -> bool:
+    """Puts prefill's counts of cached tokens in place of decode's, which takes what was handed over for cached.
 
-    vLLM 0.32 does so itself (``remote_prefill_cached_tokens``), 0.30 does not.
+    vLLM 0.32 tells prefill's ``cached_tokens`` itself (``remote_prefill_cached_tokens``), 0.30 does not; neither
+    tells what prefill added to its cache.
     """
     details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
-    if cached is None or not isinstance(details, dict) or details.get("cached_tokens") in (None, cached):
+    if computed is None or computed.cached_tokens is None or not isinstance(details, dict):
         return False
-    details["cached_tokens"] = cached
-    return True
+    told = {"cached_tokens": computed.cached_tokens}
+    created = computed.engine.created_cache_tokens(int(usage.get("prompt_tokens") or 0), computed.cached_tokens)
+    if created is not None:
+        told["created_cache_tokens"] = created
+    changes = {name: count for name, count in told.items() if details.get(name) not in (None, count)}
+    details |= changes
+    return bool(changes)

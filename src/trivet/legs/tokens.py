@@ -87,6 +87,15 @@ class TokenAsk:
         """See ``Ask``."""
         return obstacle_to_continuing(self._request)
 
+    @property
+    def prefill_speaks_for_decode(self) -> bool:
+        """See ``Ask``."""
+        return True
+
+    def is_told_at_once(self, params: Mapping[str, Any] | None) -> bool:
+        """See ``Ask``."""
+        return self._wants_whole(params)
+
     def engine_id(self, leg: Leg) -> str:
         """See ``Ask``; ``ServingTokens.serve_tokens`` in vLLM."""
         return f"generate-tokens-{leg.request_id}"

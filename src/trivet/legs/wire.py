@@ -215,6 +215,8 @@ def _with_stop_reason(chunk: TokenChunk, body: Mapping[str, Any]) -> TokenChunk:
     stops = body["sampling_params"].get("stop_token_ids") or ()
     if chunk.finish_reason == "stop" and chunk.stop_reason is None and chunk.token_ids and chunk.token_ids[-1] in stops:
         return replace(chunk, stop_reason=chunk.token_ids[-1])
+    if chunk.finish_reason == "repetition" and chunk.stop_reason is None:
+        return replace(chunk, stop_reason="repetition_detected")
     return chunk
 
 
@@ -323,12 +325,12 @@ def _token_id(entry: Mapping[str, Any]) -> int:
 
 def refusal(engine: str, content: bytes, status: int) -> LegError:
     """What an engine says when it refuses or fails: OpenAI's error form, or whatever it sent."""
-    status = status if _is_error(status) else 502
+    said, status = status, status if _is_error(status) else 502
     try:
         body = orjson.loads(content)
     except orjson.JSONDecodeError:
         text = content[:200].decode("utf-8", errors="replace").strip()
-        return LegError(engine, f"HTTP {status}{': ' + text if text else ''}", status=status)
+        return LegError(engine, f"HTTP {said}{': ' + text if text else ''}", status=status)
     error = body.get("error", body) if isinstance(body, dict) else body
     if not isinstance(error, dict):
         return LegError(engine, str(error), status=status)

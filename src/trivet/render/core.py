@@ -9,13 +9,16 @@ everything above (n > 1, detokenizing, stop strings, logprobs, usage, streaming,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMNotFoundError
 from vllm.logger import init_logger
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -110,7 +113,7 @@ class SplitCore:
 
     async def _run(self, request: EngineCoreRequest, token_request: TokenRequest) -> None:
         request_id = request.request_id
-        wanted_logprobs = request.params.logprobs if isinstance(request.params, SamplingParams) else None
+        candidates = _Candidates.of(request.params)
         finished = False
         try:
             async with aclosing(self._engine.run(token_request)) as chunks:
@@ -118,7 +121,8 @@ class SplitCore:
                     finished = chunk.finish_reason is not None  # the last one; read on, or the leg would be aborted
                     if finished and chunk.cached_tokens is not None:
                         self._correct_cached_tokens(request_id, chunk)
-                    self._outputs.put_nowait(_output(request_id, token_request, chunk, wanted_logprobs))
+                    for one in _by_token(chunk):
+                        self._outputs.put_nowait(_output(request_id, token_request, one, candidates))
             if not finished:
                 raise ServingError("the engine's answer ended without a finish reason", status=502)
         except ServingError as error:
@@ -174,6 +178,10 @@ def _token_request(request: EngineCoreRequest, served_name: str) -> TokenRequest
         raise GracefulHTTPError("prompt embeddings are not served by this gateway", HTTPStatus.NOT_IMPLEMENTED)
     if request.mm_features:
         raise GracefulHTTPError("multimodal prompts are not served by this gateway", HTTPStatus.NOT_IMPLEMENTED)
+    if _ends_thought_in_engines(request) and not _ENGINES_KNOW_THOUGHT:
+        raise GracefulHTTPError(
+            "structured output after reasoning needs engines of vLLM 0.31 or newer", HTTPStatus.NOT_IMPLEMENTED
+        )
     if getattr(params, "prompt_logprob_token_ids", None) is not None:
         raise GracefulHTTPError("prompt_logprob_token_ids are not served by this gateway", HTTPStatus.NOT_IMPLEMENTED)
     extra = params.extra_args or {}
@@ -192,6 +200,16 @@ def _token_request(request: EngineCoreRequest, served_name: str) -> TokenRequest
         kv_transfer_params=extra.get("kv_transfer_params"),
         ec_transfer_params=extra.get("ec_transfer_params"),
     )
+
+
+_ENGINES_KNOW_THOUGHT = "reasoning_ended" in GenerateRequest.model_fields
+"""Whether ``/inference/v1/generate`` can be told that an answer begins with reasoning, which no grammar rules."""
+
+
+def _ends_thought_in_engines(request: EngineCoreRequest) -> bool:
+    """Whether an engine must see the end of reasoning to begin with a grammar."""
+    params = request.sampling_params
+    return params is not None and params.structured_outputs is not None and request.reasoning_ended is False
 
 
 _OF_THE_TEXT = (
@@ -226,10 +244,52 @@ def _wire_sampling(params: SamplingParams) -> dict[str, Any]:
         # The wire carries as many candidates as were asked for, the sampled token among them even when it is none
         # of the best; one more keeps the last of the best (``ServingTokens._create_tokens_logprobs``).
         wire["logprobs"] = params.logprobs + 1
+    if params.logprob_token_ids:
+        # Told only beside as many logprobs; again the sampled token takes a place, so there is one id more to lose.
+        spare = next(
+            token for token in range(len(params.logprob_token_ids) + 1) if token not in params.logprob_token_ids
+        )
+        wire["logprob_token_ids"] = [*params.logprob_token_ids, spare]
+        wire["logprobs"] = len(params.logprob_token_ids) + 1
     return wire
 
 
-def _output(request_id: str, request: TokenRequest, chunk: TokenChunk, wanted_logprobs: int | None) -> EngineCoreOutput:
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """Whose log-probabilities are told at each position besides the sampled token's."""
+
+    count: int | None
+    """How many of the best; None or -1 takes all that an engine tells."""
+    token_ids: Sequence[int] = ()
+    """These, whatever their rank, if there are any."""
+
+    @classmethod
+    def of(cls, params: object) -> _Candidates:
+        """As a request asks for them."""
+        if not isinstance(params, SamplingParams):
+            return cls(None)
+        return cls(params.logprobs, tuple(params.logprob_token_ids or ()))
+
+
+def _by_token(chunk: TokenChunk) -> Iterator[TokenChunk]:
+    """The chunk, one token at a time, as an engine gives them to a detokenizer: a stop string ends an answer within."""
+    last = len(chunk.token_ids) - 1
+    if last <= 0:
+        yield chunk
+        return
+    for number, token_id in enumerate(chunk.token_ids):
+        yield TokenChunk(
+            [token_id],
+            logprobs=chunk.logprobs[number : number + 1] if chunk.logprobs else None,
+            finish_reason=chunk.finish_reason if number == last else None,
+            stop_reason=chunk.stop_reason if number == last else None,
+            cached_tokens=chunk.cached_tokens if number == 0 else None,
+            created_cache_tokens=chunk.created_cache_tokens if number == 0 else None,
+            prompt_logprobs=chunk.prompt_logprobs if number == 0 else None,
+        )
+
+
+def _output(request_id: str, request: TokenRequest, chunk: TokenChunk, candidates: _Candidates) -> EngineCoreOutput:
     stats, prompt_tokens = None, len(request.token_ids)
     if chunk.cached_tokens is not None:
         stats = PrefillStats(
@@ -242,10 +302,12 @@ def _output(request_id: str, request: TokenRequest, chunk: TokenChunk, wanted_lo
     return EngineCoreOutput(
         request_id=request_id,
         new_token_ids=list(chunk.token_ids),
-        new_logprobs=_logprobs_lists(chunk.logprobs, wanted_logprobs) if chunk.logprobs else None,
+        new_logprobs=_logprobs_lists(chunk.logprobs, candidates) if chunk.logprobs else None,
         # vLLM has tensors here, and reads of them what arrays have as well
         new_prompt_logprobs_tensors=(
-            _logprobs_lists(chunk.prompt_logprobs, request.prompt_logprobs) if chunk.prompt_logprobs else None
+            _logprobs_lists(chunk.prompt_logprobs, _Candidates(request.prompt_logprobs))
+            if chunk.prompt_logprobs
+            else None
         ),
         finish_reason=_FINISH.get(chunk.finish_reason, FinishReason.ERROR) if chunk.finish_reason else None,
         stop_reason=chunk.stop_reason,
@@ -253,22 +315,27 @@ def _output(request_id: str, request: TokenRequest, chunk: TokenChunk, wanted_lo
     )
 
 
-def _logprobs_lists(positions: Sequence[TokenLogprobs], wanted: int | None) -> LogprobsLists:
-    """Rows of ``[sampled, best 1, ... best k]``, as vLLM's sampler makes them.
-
-    The wire leaves the sampled token out of the best when it is one of them; here it is put back at its rank.
-    """
-    count = wanted if wanted is not None and wanted >= 0 else max(len(one.token_ids) for one in positions)
-    ids = np.zeros((len(positions), count + 1), dtype=np.int64)
-    values = np.full((len(positions), count + 1), -np.inf, dtype=np.float64)
-    for row, one in enumerate(positions):
-        best = list(zip(one.token_ids[1:], one.logprobs[1:], strict=True))
-        if 0 < one.sampled_rank <= len(best) + 1:
-            best.insert(one.sampled_rank - 1, (one.token_ids[0], one.logprobs[0]))
-        entries = [(one.token_ids[0], one.logprobs[0]), *best][: count + 1]
-        while len(entries) < count + 1:  # a vocabulary smaller than the candidates asked for
-            entries.append(entries[0])
-        ids[row] = [token for token, _ in entries]
-        values[row] = [value for _, value in entries]
+def _logprobs_lists(positions: Sequence[TokenLogprobs], candidates: _Candidates) -> LogprobsLists:
+    """Rows of ``[sampled, candidate 1, ... candidate k]``, as vLLM's sampler makes them."""
+    rows = [_row(one, candidates) for one in positions]
+    width = max(len(row) for row in rows)
+    ids = np.zeros((len(rows), width), dtype=np.int64)
+    values = np.full((len(rows), width), -np.inf, dtype=np.float64)
+    for number, row in enumerate(rows):
+        row += [row[0]] * (width - len(row))  # a vocabulary smaller than the candidates asked for
+        ids[number] = [token for token, _ in row]
+        values[number] = [value for _, value in row]
     ranks = np.array([one.sampled_rank for one in positions], dtype=np.int64)
     return LogprobsLists(ids, values, ranks, None)
+
+
+def _row(one: TokenLogprobs, candidates: _Candidates) -> list[tuple[int, float]]:
+    """One position. The wire leaves the sampled token out of the best when it is one of them; it is put back."""
+    sampled, *best = zip(one.token_ids, one.logprobs, strict=True)
+    if candidates.token_ids:
+        told = {sampled[0]: sampled[1], **dict(best)}
+        return [sampled, *((token, told.get(token, -math.inf)) for token in candidates.token_ids)]
+    if 0 < one.sampled_rank <= len(best) + 1:
+        best.insert(one.sampled_rank - 1, sampled)
+    wanted = candidates.count
+    return [sampled, *(best if wanted is None or wanted < 0 else best[:wanted])]

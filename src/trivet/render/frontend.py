@@ -118,6 +118,10 @@ def _config(args: Namespace) -> VllmConfig:
     structured = getattr(engine_args, "create_structured_outputs_config", None)
     more: dict[str, Any] = {"structured_outputs_config": structured()} if structured else {}
     if not structured:
+        # vLLM 0.30 puts these two flags in there only when it makes the config of an engine
+        for flag in ("reasoning_parser", "reasoning_parser_plugin"):
+            if value := getattr(engine_args, flag):
+                setattr(engine_args.structured_outputs_config, flag, value)
         more["structured_outputs_config"] = engine_args.structured_outputs_config
     logging_config = getattr(engine_args, "create_logging_config", None)
     if logging_config and "logging_config" in inspect.signature(VllmConfig).parameters:

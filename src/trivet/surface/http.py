@@ -52,6 +52,8 @@ _NOT_FOR_ENGINES = frozenset(
         # between the client and the gateway
         "authorization",
         "cookie",
+        "x-api-key",
+        "x-client-request-id",
         "x-request-id",
         "x-data-parallel-rank",
     }
@@ -60,11 +62,13 @@ _NOT_FOR_ENGINES = frozenset(
 
 def for_engines(scope: Scope) -> dict[str, str]:
     """The headers of a request that its legs carry: trace context, session, tenant, whatever a user adds."""
-    return {
-        name: value.decode("latin-1")
-        for key, value in scope["headers"]
-        if (name := key.decode("latin-1")) not in _NOT_FOR_ENGINES and not name.startswith("x-trivet-")
-    }
+    named = {one.strip().lower() for one in (header(scope, b"connection") or "").split(",")}
+    kept: dict[str, str] = {}
+    for key, value in scope["headers"]:
+        name, text = key.decode("latin-1"), value.decode("latin-1")
+        if name not in _NOT_FOR_ENGINES and name not in named and not name.startswith("x-trivet-"):
+            kept[name] = f"{kept[name]}, {text}" if name in kept else text  # RFC 9110, 5.3
+    return kept
 
 
 async def answer(

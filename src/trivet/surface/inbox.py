@@ -48,6 +48,11 @@ class Inbox:
             self._leaving = asyncio.create_task(self._until_left())
         await asyncio.shield(self._leaving)
 
+    @property
+    def has_left(self) -> bool:
+        """Whether the client is known to have left."""
+        return self._leaving is not None and self._leaving.done()
+
     async def __call__(self) -> Message:
         """The next ASGI message."""
         if not self._given and self._body is not None:

