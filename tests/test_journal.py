@@ -24,6 +24,8 @@ def test_a_split_generation_in_plain_values():
         cached_tokens=2,
         completion_tokens=20,
         finish_reason="stop",
+        attempts=2,
+        resumes=1,
     )
     assert record.facts(10.0) == {
         "id": "gen-1",
@@ -36,6 +38,8 @@ def test_a_split_generation_in_plain_values():
         "completion_tokens": 20,
         "finish_reason": "stop",
         "error": None,
+        "attempts": 2,
+        "resumes": 1,
         "render_ms": 4.0,
         "prefill_ms": 100.0,
         "handover_ms": 45.0,
@@ -114,3 +118,29 @@ async def test_each_task_works_for_its_own_request():
 
     assert await asyncio.gather(handle("a"), handle("b")) == ["a", "b"]
     assert current_request.get() is None
+
+
+def test_a_record_takes_the_id_that_its_client_chose():
+    journal = Journal(capacity=2)
+    record = journal.open("made-up", "/")
+    journal.rename(record, "chosen")
+    assert record.request_id == "chosen"
+    assert (journal.find("chosen"), journal.find("made-up")) == (record, None)
+
+
+def test_a_record_with_another_id_is_forgotten_as_any_other():
+    journal = Journal(capacity=1)
+    journal.rename(journal.open("made-up", "/"), "chosen")
+    last = journal.open("last", "/")
+    assert [journal.find(one) for one in ("made-up", "chosen", "last")] == [None, None, last]
+    assert len(journal._by_id) == 1
+
+
+def test_taking_the_id_of_another_record_leaves_that_one_nameless():
+    journal = Journal(capacity=2)
+    journal.open("chosen", "/first")
+    second = journal.open("made-up", "/second")
+    journal.rename(second, "chosen")
+    assert journal.find("chosen") is second
+    journal.open("third", "/")  # the first one is forgotten, and nothing else with it
+    assert journal.find("chosen") is second

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import gc
 import hmac
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +14,28 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from helpers.engines import FakeEngine, listening, nobody_listens, refusing, speaking, token_request, whole
+from helpers.engines import (
+    AT_ONCE_S,
+    WAIT_S,
+    FakeEngine,
+    hanging,
+    listening,
+    nobody_listens,
+    refusing,
+    speaking,
+    token_request,
+    whole,
+)
+from helpers.processes import holds
 from trivet.connectors import NixlConnector
 from trivet.gateway import app as app_module
-from trivet.gateway.app import GatewayApp
-from trivet.gateway.metrics import GatewayMetrics
-from trivet.journal import current_request
+from trivet.gateway.admission import Admission
+from trivet.gateway.app import GatewayApp, Rules
+from trivet.gateway.metrics import GatewayMetrics, Gauges
+from trivet.journal import GenerationRecord, current_request
 from trivet.legs.life import Legs
 from trivet.legs.wire import open_session
+from trivet.render.contract import ServingError
 from trivet.routing.engines import Engines, EngineView
 from trivet.surface.http import answer, answer_error
 
@@ -30,6 +46,7 @@ GENERATING = [
     "/v1/completions",
     "/v1/responses",
     "/v1/messages",
+    "/cohere/v2/chat",
     "/inference/v1/generate",
     "/invocations",
 ]
@@ -73,14 +90,15 @@ class Gateway:
     def __init__(self, app: GatewayApp, engines: Engines, legs: Legs, frontend: Frontend, client: httpx.AsyncClient):
         self.app, self.engines, self.legs, self.frontend, self.client = app, engines, legs, frontend, client
         self.state: dict[str, Any] = {"engines": []}
-        self.running = 0
 
     async def get(self, path: str, **headers: str) -> httpx.Response:
         return await self.client.get(path, headers=headers)
 
-    async def post(self, path: str = CHAT, **headers: str) -> httpx.Response:
+    async def post(self, path: str = CHAT, body: object = None, **headers: str) -> httpx.Response:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        return await self.client.post(path, headers=named, json={})
+        if isinstance(body, bytes):
+            return await self.client.post(path, headers=named, content=body)
+        return await self.client.post(path, headers=named, json=body or {})
 
     async def count(self, name: str) -> float | None:
         """One of its metrics, labels and all."""
@@ -91,24 +109,25 @@ class Gateway:
 
 
 @contextlib.asynccontextmanager
-async def gateway(*views: EngineView, api_keys: tuple[str, ...] = (), connector=None) -> AsyncIterator[Gateway]:
+async def gateway(*views: EngineView, connector=None, **more: Any) -> AsyncIterator[Gateway]:
+    """``more``: what ``GatewayApp`` takes besides. Nothing of a request may be left behind."""
+    before, faults = asyncio.all_tasks(), []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
     engines, metrics, frontend = Engines(), GatewayMetrics(), Frontend()
     engines.update(views)
     async with open_session() as session:
         legs = Legs(engines, session, connector, metrics.ended)
-        app = GatewayApp(
-            frontend,
-            engines,
-            legs,
-            metrics,
-            fleet=lambda: dict(one.state),
-            running=lambda: one.running,
-            api_keys=api_keys,
-        )
+        app = GatewayApp(frontend, engines, legs, metrics, fleet=lambda: dict(one.state), **more)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
             one = Gateway(app, engines, legs, frontend, client)
             yield one
         await legs.close()
+    await asyncio.sleep(0)
+    gauges = app.gauges()
+    assert (gauges.generations, gauges.requests_running, gauges.requests_waiting, gauges.releases_pending) == (0,) * 4
+    assert [task for task in asyncio.all_tasks() - before if "trivet" in str(task.get_coro())] == []
+    gc.collect()
+    assert faults == []  # exceptions that nobody retrieved
 
 
 def view(name: str = "mixed-0", *, ready: bool = True, url: str = "http://127.0.0.1:1") -> EngineView:
@@ -177,14 +196,18 @@ async def test_where_nothing_can_serve_a_client_is_told_in_openais_form(path):
 async def test_metrics_are_prometheus_text():
     async with gateway(view()) as one:
         await one.post()
-        one.running = 3
+        one.legs.running = 3
         response = await one.get("/metrics")
+        one.legs.running = 0
         assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
         lines = response.text.splitlines()
         assert f'trivet_requests_total{{path="{CHAT}",status="200"}} 1.0' in lines
         assert 'trivet_engine_ready{engine="mixed-0",tier="mixed"} 1.0' in lines
         assert "trivet_generations_running 3.0" in lines
         assert "trivet_kv_releases_pending 0.0" in lines
+        assert "trivet_kv_releases_unconfirmed 0.0" in lines
+        assert "trivet_requests_running 0.0" in lines
+        assert "trivet_requests_waiting 0.0" in lines
 
 
 async def test_requests_are_counted_by_path_and_status():
@@ -325,7 +348,15 @@ async def test_what_is_refused_here_has_an_id_too():
 # X-Trivet-Serve
 
 
-@pytest.mark.parametrize(("wish", "colocate"), [(None, None), ("auto", None), ("colocated", "the request asks for it")])
+@pytest.mark.parametrize(
+    ("wish", "colocate"),
+    [
+        (None, None),
+        ("auto", None),
+        ("colocated", "the request asks for it"),
+        ("Colocated", "the request asks for it"),
+    ],
+)
 async def test_a_request_says_whether_it_may_be_split(wish, colocate):
     async with gateway(view()) as one:
         headers = {"x_trivet_serve": wish} if wish else {}
@@ -333,7 +364,7 @@ async def test_a_request_says_whether_it_may_be_split(wish, colocate):
         assert one.frontend.records[-1].colocate == colocate
 
 
-@pytest.mark.parametrize("wish", ["split", "Colocated", "", "colocated, auto"])
+@pytest.mark.parametrize("wish", ["split", "", "colocated, auto"])
 async def test_another_wish_is_an_error(wish):
     async with gateway(view()) as one:
         response = await one.post(x_trivet_serve=wish)
@@ -376,7 +407,7 @@ async def test_a_requests_generations_are_told(pair):
         await one.post(x_request_id="mine")
         facts = (await one.get("/trivet/requests/mine")).json()
         assert (facts["request_id"], facts["path"], facts["status"]) == ("mine", CHAT, 200)
-        assert [generation["id"] for generation in facts["generations"]] == ["gen-0", "gen-1"]
+        assert len({generation["id"] for generation in facts["generations"]}) == 2
         first = facts["generations"][0]
         assert (first["split"], first["prefill_engine"], first["decode_engine"]) == (True, "prefill-0", "decode-0")
         assert (first["prompt_tokens"], first["cached_tokens"], first["completion_tokens"]) == (3, 2, 2)
@@ -469,9 +500,10 @@ async def test_the_status_is_the_fleets_with_each_engines_load(loaded_engine):
         starting = {"name": "mixed-2", "url": loaded_engine, "ready": False, "state": "starting"}
         async with gateway(view("mixed-0"), view("mixed-1")) as one:
             one.state = {"engines": [one_engine, silent, starting], "more": "of it"}
-            one.running = 4
+            one.legs.running = 4
             with one.engines.charge(view("mixed-0"), 700):
                 status = (await one.get("/trivet/status")).json()
+            one.legs.running = 0
     load = {"running": 2.0, "waiting": 3.0, "kv_usage": 0.5}
     assert status == {
         "engines": [
@@ -554,8 +586,10 @@ async def test_an_answer_is_passed_on_piece_by_piece():
                 await send({"type": "http.response.body", "body": piece, "more_body": number < 2})
                 assert len(sent) == number + 2, "it has left the gateway"
 
+        messages = [{"type": "http.request", "body": b"question"}]
+
         async def receive() -> dict:
-            return {"type": "http.request", "body": b"question"}
+            return messages.pop() if messages else await asyncio.Event().wait()
 
         async def send(message: dict) -> None:
             sent.append(message)
@@ -582,5 +616,454 @@ async def test_an_engine_that_refuses_is_recorded(pair):
         assert (await one.post(x_request_id="mine")).status_code == 400
         facts = (await one.get("/trivet/requests/mine")).json()
         assert facts["status"] == 400
-        assert facts["generations"][0]["error"] == "decode-0: too long"
+        assert facts["generations"][0]["error"] == "too long"
         assert await one.count('trivet_generations_total{outcome="error",served="colocated"}') == 1.0
+
+
+# what a client may not say
+
+HIDDEN = [
+    b'{"kv_transfer_params": {"remote_host": "x"}}',
+    b'{"vllm_xargs": {"kv_transfer_params": {"a": 1}}}',
+    b'[{"a": 1}, {"ec_transfer_params": {"a": 1}}]',
+    b'{"request_id": "mine"}',
+    b'{"data_parallel_rank": 1}',
+    # what Python's JSON reads, as vLLM does, and others do not
+    b'{"x": NaN, "kv_transfer_params": {"a": 1}}',
+    b'{"x": "\\ud800", "kv_transfer_params": {"a": 1}}',
+    b'{"x": -Infinity, "request_id": "mine"}',
+    b'\xef\xbb\xbf{"kv_transfer_params": {"a": 1}}',
+    '{"kv_transfer_params": {"a": 1}}'.encode("utf-16"),
+    '{"kv_transfer_params": {"a": 1}}'.encode("utf-32-le"),
+    b'{"kv_transfer_params": null, "kv_transfer_params": {"a": 1}}',
+]
+
+
+@pytest.mark.parametrize("body", HIDDEN)
+@pytest.mark.parametrize("path", [CHAT, "/cohere/v2/chat"])
+async def test_fields_that_steer_the_transfer_are_refused_by_name(path, body):
+    async with gateway(view()) as one:
+        response = await one.post(path, body, x_request_id="mine")
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert " is not for clients of this service (a topology may allow it: gateway.allow: [" in error["message"]
+        assert (error["code"], error["type"]) == (400, "Bad Request")
+        assert response.headers["x-request-id"] == "mine"
+        assert one.frontend.scopes == []
+
+
+async def test_a_data_parallel_rank_is_refused_as_well():
+    async with gateway(view()) as one:
+        response = await one.post(x_data_parallel_rank="1")
+        assert response.status_code == 400
+        assert "the header x-data-parallel-rank" in response.json()["error"]["message"]
+
+
+async def test_what_the_topology_allows_goes_on():
+    allow = ("kv_transfer_params", "data_parallel_rank")
+    async with gateway(view(), rules=Rules(allow=allow)) as one:
+        assert (await one.post(body={"kv_transfer_params": {}}, x_data_parallel_rank="3")).status_code == 200
+        assert one.frontend.records[-1].decode_rank == "3"
+        assert one.frontend.header(b"x-data-parallel-rank") == []  # vLLM would hold it against a front end of one
+        assert (await one.post(body={"request_id": "x"})).status_code == 400
+
+
+@pytest.mark.parametrize("said", ["mine", "a\r\nSet-Cookie: x=y", "\u00fc\u4f60", "\x00", "x" * 500, ""])
+async def test_an_id_in_the_body_is_the_requests_where_that_is_allowed(said):
+    async with gateway(view(), rules=Rules(allow=("request_id",))) as one:
+        response = await one.post(body={"request_id": said})
+        assert response.status_code == 200
+        (echoed,) = [value for name, value in response.headers.raw if name == b"x-request-id"]
+        expected = "".join("?" if one < " " else one for one in said).encode("latin-1", errors="replace")
+        assert echoed == expected
+        assert one.frontend.header(b"x-request-id") == [expected]
+        assert "set-cookie" not in response.headers
+        record = one.frontend.records[-1]
+        assert (record.request_id, record.forwarded["X-Client-Request-Id"]) == (said, expected.decode("latin-1"))
+
+
+async def test_an_id_in_the_body_is_found_again():
+    async with gateway(view(), rules=Rules(allow=("request_id",))) as one:
+        await one.post(body={"request_id": "mine"})
+        assert (await one.get("/trivet/requests/mine")).json()["status"] == 200
+
+
+async def test_the_header_is_the_id_where_both_are_there():
+    async with gateway(view(), rules=Rules(allow=("request_id",))) as one:
+        response = await one.post(body={"request_id": "body"}, x_request_id="header")
+        assert response.headers["x-request-id"] == "header"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b"5",
+        b"\xff\xfe",
+        b"\x00" * 50,
+        b"[" * 5000 + b"]" * 5000,
+        b'{"a":' * 900 + b"1" + b"}" * 900,
+    ],
+    ids=lambda body: repr(body[:10]),
+)
+async def test_a_body_that_is_no_request_is_vllms_to_refuse(body):
+    async with gateway(view()) as one:
+        got = []
+
+        async def serve(scope, receive, send) -> None:
+            got.append((await receive())["body"])
+            await answer(send, 400, b"no", b"text/plain")
+
+        one.frontend.serve = serve
+        assert (await one.post(body=body or b"")).status_code == 400
+        assert got == [body or b""]
+
+
+async def test_a_deeply_nested_body_is_looked_through():
+    """A client says how deep it goes."""
+    depth = 900
+    body = b"[" * depth + b'{"kv_transfer_params": {}}' + b"]" * depth
+    async with gateway(view()) as one:
+        assert (await one.post(body=body)).status_code == 400
+
+
+# limits
+
+
+async def test_a_body_that_is_too_large_is_refused():
+    async with gateway(view(), rules=Rules(body_bytes=2**20)) as one:
+        assert (await one.post(body=b" " * 2**20)).status_code == 200
+        response = await one.post(body=b" " * (2**20 + 1))
+        assert response.status_code == 413
+        assert response.json()["error"]["message"] == "the body is larger than 1 MiB (gateway.limits.body_mib)"
+        assert len(one.frontend.scopes) == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "said", "expected"),
+    [
+        (None, None, None),
+        (5.0, None, 5.0),
+        (None, "2.5", 2.5),
+        (5.0, "2.5", 2.5),
+        (5.0, "9", 5.0),
+        (None, "inf", None),
+        (5.0, "1e999", 5.0),
+    ],
+)
+async def test_a_deadline_is_the_nearer_of_the_clients_and_the_topologys(rule, said, expected):
+    async with gateway(view(), rules=Rules(deadline_s=rule)) as one:
+        await one.post(**({"x_trivet_deadline_s": said} if said else {}))
+        record = one.frontend.records[-1]
+        assert (record.deadline_s and record.deadline_s - record.arrived_s) == (expected and pytest.approx(expected))
+
+
+@pytest.mark.parametrize("said", ["0", "-1", "nan", "soon", "", "1s", "0x10"])
+async def test_another_deadline_is_an_error(said):
+    async with gateway(view()) as one:
+        response = await one.post(x_trivet_deadline_s=said)
+        assert response.status_code == 400
+        message = "X-Trivet-Deadline-S is a number of seconds above 0"
+        assert response.json()["error"]["message"] == message
+        assert one.frontend.scopes == []
+
+
+async def test_a_deadline_reaches_the_legs():
+    engine = FakeEngine("mixed-0", "mixed", hanging())
+    async with listening(engine), gateway(engine.view()) as one:
+        statuses = []
+
+        async def serve(scope, receive, send) -> None:
+            try:
+                async for _ in one.legs.run(token_request()):
+                    pass
+            except ServingError as error:
+                statuses.append(error.status)
+                await answer_error(send, error.status, error.message)
+
+        one.frontend.serve = serve
+        assert (await one.post(x_trivet_deadline_s="0.05")).status_code == 504
+        assert statuses == [504]
+
+
+# what engines see of a client
+
+
+async def test_a_clients_headers_are_kept_for_the_engines():
+    async with gateway(view()) as one:
+        headers = {
+            "traceparent": "00-1",
+            "x-tenant": "t",
+            "x_session_id": "s",
+            "authorization": "Bearer key",
+            "cookie": "a=b",
+            "x_trivet_serve": "auto",
+            "x_request_id": "mine",
+        }
+        await one.post(**headers)
+        forwarded = dict(one.frontend.records[-1].forwarded)
+        assert forwarded.pop("user-agent")
+        assert forwarded == {"traceparent": "00-1", "x-tenant": "t", "x-session-id": "s", "X-Client-Request-Id": "mine"}
+
+
+# the queue
+
+
+class Held:
+    """A front end that answers when it is told to."""
+
+    def __init__(self, one: Gateway) -> None:
+        self.go, self.waiting = asyncio.Event(), 0
+        one.frontend.serve = self
+
+    async def __call__(self, scope, receive, send) -> None:
+        self.waiting += 1
+        await self.go.wait()
+        await answer(send, 200, b"done", b"text/plain")
+
+
+async def test_requests_wait_for_their_turn():
+    async with gateway(view(), admission=Admission(2, 3, 10.0)) as one:
+        held = Held(one)
+        asking = [asyncio.create_task(one.post()) for _ in range(5)]
+        await holds(lambda: (one.app.gauges().requests_running, one.app.gauges().requests_waiting) == (2, 3))
+        assert held.waiting == 2
+        refused = await one.post()
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json()["error"]["message"] == "too many requests: 2 are served and 3 wait"
+        held.go.set()
+        assert [response.status_code for response in await asyncio.gather(*asking)] == [200] * 5
+
+
+async def test_a_request_that_waits_too_long_is_told_to_come_again():
+    async with gateway(view(), admission=Admission(1, 1, 0.05)) as one:
+        held = Held(one)
+        first = asyncio.create_task(one.post())
+        await holds(lambda: held.waiting)
+        refused = await one.post()
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.json()["error"]["message"] == "no place for this request within 0.05 s"
+        held.go.set()
+        assert (await first).status_code == 200
+
+
+async def test_other_requests_do_not_wait():
+    async with gateway(view(), admission=Admission(1, 0, 0.05)) as one:
+        held = Held(one)
+        first = asyncio.create_task(one.post())
+        await holds(lambda: held.waiting)
+        assert (await one.get("/health")).status_code == 200
+        assert (await one.get("/metrics")).status_code == 200
+        held.go.set()
+        assert (await first).status_code == 200
+
+
+class Client:
+    """A client that can leave."""
+
+    def __init__(self, one: Gateway, **headers: str) -> None:
+        self.sent: list[dict] = []
+        self._leaving = asyncio.Event()
+        self._messages = [{"type": "http.request", "body": b"{}", "more_body": False}]
+        encoded = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        scope = {"type": "http", "method": "POST", "path": CHAT, "headers": encoded}
+        self.served = asyncio.create_task(one.app(scope, self._receive, self._send))
+
+    async def _receive(self) -> dict:
+        if self._messages:
+            return self._messages.pop()
+        await self._leaving.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: dict) -> None:
+        self.sent.append(message)
+
+    async def leave(self) -> None:
+        self._leaving.set()
+        await asyncio.wait_for(self.served, WAIT_S)
+
+
+async def test_a_client_that_leaves_the_queue_is_forgotten_at_once():
+    async with gateway(view(), admission=Admission(1, 5, 10.0)) as one:
+        held = Held(one)
+        first = asyncio.create_task(one.post())
+        await holds(lambda: held.waiting)
+        client, behind = Client(one, x_request_id="mine"), Client(one)
+        await holds(lambda: one.app.gauges().requests_waiting == 2)
+        async with asyncio.timeout(AT_ONCE_S):
+            await client.leave()
+        assert one.app.gauges().requests_waiting == 1
+        assert client.sent == []
+        held.go.set()
+        await first
+        await asyncio.wait_for(behind.served, WAIT_S)
+        assert behind.sent[0]["status"] == 200
+        assert held.waiting == 2
+        assert await one.count(f'trivet_requests_total{{path="{CHAT}",status="499"}}') == 1.0
+        assert (await one.get("/trivet/requests/mine")).json()["status"] == 499
+
+
+async def test_a_client_that_leaves_before_its_body_has_come_is_forgotten():
+    async with gateway(view()) as one:
+        sent = []
+
+        async def receive() -> dict:
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict) -> None:
+            sent.append(message)
+
+        await one.app({"type": "http", "method": "POST", "path": CHAT, "headers": []}, receive, send)
+        assert (sent, one.frontend.scopes) == ([], [])
+        assert await one.count(f'trivet_requests_total{{path="{CHAT}",status="499"}}') == 1.0
+
+
+async def test_a_server_that_gives_up_on_a_queued_request_leaves_nothing():
+    async with gateway(view(), admission=Admission(1, 5, 10.0)) as one:
+        held = Held(one)
+        first = asyncio.create_task(one.post())
+        await holds(lambda: held.waiting)
+        client = Client(one)
+        await holds(lambda: one.app.gauges().requests_waiting == 1)
+        client.served.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await client.served
+        assert one.app.gauges().requests_waiting == 0
+        held.go.set()
+        assert (await first).status_code == 200
+
+
+async def test_clients_that_leave_at_any_moment_leave_no_gauge_behind():
+    dice = random.Random(3)
+    async with gateway(view(), admission=Admission(3, 8, 0.02)) as one:
+
+        async def serve(scope, receive, send) -> None:
+            leaving = asyncio.ensure_future(receive_until_left(receive))
+            await asyncio.wait([leaving], timeout=dice.random() * 0.01)
+            leaving.cancel()
+            await answer(send, 200, b"done", b"text/plain")
+
+        one.frontend.serve = serve
+
+        async def come_and_go() -> None:
+            await asyncio.sleep(dice.random() * 0.1)
+            client = Client(one)
+            await asyncio.wait([client.served], timeout=dice.random() * 0.02)
+            if dice.random() < 0.2:
+                client.served.cancel()
+                await asyncio.wait([client.served])
+            else:
+                await client.leave()
+
+        await asyncio.gather(*(come_and_go() for _ in range(300)))
+        assert one.app.gauges() == Gauges(0, 0, 0, 0, 0)
+
+
+async def receive_until_left(receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+# statuses
+
+
+@pytest.mark.parametrize(("status", "expected"), [(429, "1"), (503, "1"), (500, None), (200, None), (504, None)])
+async def test_who_may_come_again_is_told_when(status, expected):
+    async with gateway(view()) as one:
+
+        async def serve(scope, receive, send) -> None:
+            await answer(send, status, b"", b"text/plain")
+
+        one.frontend.serve = serve
+        assert (await one.post()).headers.get("retry-after") == expected
+
+
+async def test_when_to_come_again_is_not_said_twice():
+    async with gateway(view()) as one:
+
+        async def serve(scope, receive, send) -> None:
+            await answer(send, 503, b"", b"text/plain", [(b"Retry-After", b"9")])
+
+        one.frontend.serve = serve
+        assert (await one.post()).headers.get_list("retry-after") == ["9"]
+
+
+# usage in streams
+
+
+def streaming_events(*events: bytes, kind: bytes = b"text/event-stream; charset=utf-8") -> Serve:
+    async def serve(scope, receive, send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+        for event in events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    return serve
+
+
+def late(one: Gateway, serve: Serve, counts: dict | None) -> Serve:
+    """As if a colocated generation had told its cached tokens with the last one."""
+
+    async def serving(scope, receive, send) -> None:
+        record = current_request.get()
+        record.generations.append(GenerationRecord("gen", 3, 0.0, cached_late=counts))
+        await serve(scope, receive, send)
+
+    return serving
+
+
+USAGE = b'data: {"id":"1","choices":[],"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":0}}}\n\n'
+COUNTS = {"cached_tokens": 8, "created_cache_tokens": 1}
+
+
+async def test_cached_tokens_that_were_told_late_are_put_into_the_usage():
+    async with gateway(view()) as one:
+        one.frontend.serve = late(one, streaming_events(b'data: {"a":1}\n\n', USAGE, b"data: [DONE]\n\n"), COUNTS)
+        response = await one.post()
+        expected = USAGE.replace(b'"cached_tokens":0', b'"cached_tokens":8')
+        assert response.content == b'data: {"a":1}\n\n' + expected + b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        b'data: {"usage":{"prompt_tokens_details":null}}\n\n',
+        b'data: {"usage":null,"x":"prompt_tokens_details"}\n\n',
+        b'data: {"choices":[{"text":"\\"prompt_tokens_details\\""}]}\n\n',
+        b'data: ["prompt_tokens_details"]\n\n',
+        b'data: "prompt_tokens_details\n\n',
+        b': "prompt_tokens_details"\n\n',
+        b'data: {"usage":{"prompt_tokens_details":5}}\n\n',
+        b'data: {"usage":[{"prompt_tokens_details":{}}]}\n\n',
+        b'"prompt_tokens_details"',
+    ],
+)
+async def test_other_events_go_on_byte_for_byte(event):
+    async with gateway(view()) as one:
+        one.frontend.serve = late(one, streaming_events(event), COUNTS)
+        assert (await one.post()).content == event
+
+
+@pytest.mark.parametrize(("counts", "kind"), [(None, b"text/event-stream"), (COUNTS, b"application/json")])
+async def test_usage_that_was_told_in_time_goes_on_byte_for_byte(counts, kind):
+    async with gateway(view()) as one:
+        one.frontend.serve = late(one, streaming_events(USAGE, kind=kind), counts)
+        assert (await one.post()).content == USAGE
+
+
+# a front end that does not guard itself
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", CHAT), ("GET", "/v1/models"), ("POST", "/tokenize"), ("GET", "/x")]
+)
+async def test_where_nobody_else_asks_for_the_key_the_gateway_does(method, path):
+    async with gateway(view(), api_keys=KEYS, guards_itself=False) as one:
+        assert (await one.client.request(method, path)).status_code == 401
+        assert one.frontend.scopes == []
+        headers = {"Authorization": "Bearer first-key"}
+        assert (await one.client.request(method, path, headers=headers, json={})).status_code == 200
+        assert (await one.get("/health")).status_code == 200

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from trivet.gateway.metrics import GatewayMetrics
+from trivet.gateway.metrics import GatewayMetrics, Gauges
 from trivet.journal import GenerationRecord, RequestRecord
 from trivet.routing.engines import Engines, EngineView
 
@@ -15,9 +15,12 @@ def engines_of(*views: EngineView) -> Engines:
     return engines
 
 
-def samples(metrics: GatewayMetrics, engines: Engines | None = None, running: int = 0, releases: int = 0) -> dict:
+NOTHING = Gauges(0, 0, 0, 0, 0)
+
+
+def samples(metrics: GatewayMetrics, engines: Engines | None = None, gauges: Gauges = NOTHING) -> dict:
     """What is exposed, by name and labels; times of creation left out."""
-    return parse(metrics.text(engines or Engines(), running, releases).decode())
+    return parse(metrics.text(engines or Engines(), gauges).decode())
 
 
 def parse(text: str) -> dict[str, float]:
@@ -120,6 +123,14 @@ def test_a_generation_of_no_request_has_no_time_to_its_first_token():
     assert found['trivet_prefill_leg_seconds_count{engine="prefill-0"}'] == 1.0
 
 
+def test_attempts_and_continuations_are_counted():
+    metrics = GatewayMetrics()
+    metrics.ended(record(attempts=3, resumes=1), OWNER)
+    metrics.ended(record(attempts=1), OWNER)
+    found = samples(metrics)
+    assert (found["trivet_attempts_total"], found["trivet_resumes_total"]) == (4.0, 1.0)
+
+
 def test_a_clock_that_is_off_by_a_little_gives_no_negative_times():
     metrics = GatewayMetrics()
     metrics.ended(record(rendered_s=9.9, first_token_s=13.2), OWNER)
@@ -141,19 +152,21 @@ def test_gauges_are_as_they_are_now():
     view = EngineView("decode-0", "decode", "http://127.0.0.1:1", True)
     engines = engines_of(view, EngineView("prefill-0", "prefill", "http://127.0.0.1:2", False))
     with engines.charge(view, 321):
-        found = samples(metrics, engines, running=4, releases=2)
+        found = samples(metrics, engines, Gauges(4, 3, 7, 2, 1))
     assert found["trivet_generations_running"] == 4.0
-    assert found["trivet_kv_releases_pending"] == 2.0
+    assert (found["trivet_requests_running"], found["trivet_requests_waiting"]) == (3.0, 7.0)
+    assert (found["trivet_kv_releases_pending"], found["trivet_kv_releases_unconfirmed"]) == (2.0, 1.0)
     assert found['trivet_engine_ready{engine="decode-0",tier="decode"}'] == 1.0
     assert found['trivet_engine_ready{engine="prefill-0",tier="prefill"}'] == 0.0
     assert found['trivet_outstanding_tokens{engine="decode-0",tier="decode"}'] == 321.0
     later = samples(metrics, engines)
     assert later["trivet_generations_running"] == 0.0
+    assert later["trivet_requests_waiting"] == 0.0
     assert later['trivet_outstanding_tokens{engine="decode-0",tier="decode"}'] == 0.0
 
 
 def test_every_metric_has_a_help_text_and_trivets_name():
-    text = GatewayMetrics().text(Engines(), 0, 0).decode()
+    text = GatewayMetrics().text(Engines(), NOTHING).decode()
     helped = [line.split(" ", 3)[2:] for line in text.splitlines() if line.startswith("# HELP")]
     assert [name for name, _ in helped if not name.startswith("trivet_")] == []
     assert [name for name, words in helped if not words.strip()] == []
@@ -164,7 +177,7 @@ def test_every_metric_has_a_help_text_and_trivets_name():
 WORKER = """
 import sys
 from prometheus_client import Counter
-from trivet.gateway.metrics import GatewayMetrics
+from trivet.gateway.metrics import GatewayMetrics, Gauges
 from trivet.journal import GenerationRecord
 from trivet.routing.engines import Engines, EngineView
 
@@ -176,10 +189,11 @@ engines.update([view])
 for _ in range(generations):
     metrics.ended(GenerationRecord("gen", 10, 0.0, finish_reason="stop"), None)
 with engines.charge(view, 100):
-    metrics.sample(engines, running, 1)
+    gauges = Gauges(running, running, 2, 1, 3)
+    metrics.sample(engines, gauges)
     print("sampled", flush=True)
     if sys.stdin.readline():
-        sys.stdout.buffer.write(metrics.text(engines, running, 1))
+        sys.stdout.buffer.write(metrics.text(engines, gauges))
 """
 
 
@@ -206,7 +220,8 @@ def test_one_worker_tells_the_sum_of_all(tmp_path):
     assert found[f"trivet_generations_total{{{served}}}"] == 5.0
     assert found['trivet_tokens_total{kind="prompt"}'] == 50.0
     assert found["trivet_generations_running"] == 5.0
-    assert found["trivet_kv_releases_pending"] == 2.0
+    assert (found["trivet_requests_running"], found["trivet_requests_waiting"]) == (5.0, 4.0)
+    assert (found["trivet_kv_releases_pending"], found["trivet_kv_releases_unconfirmed"]) == (2.0, 6.0)
     assert found['trivet_outstanding_tokens{engine="decode-0",tier="decode"}'] == 200.0
     assert found['trivet_engine_ready{engine="decode-0",tier="decode"}'] == 1.0
     assert [name for name in found if not name.startswith("trivet_")] == []

@@ -1,6 +1,7 @@
 """The worker's program in a process of its own; only vLLM's application in it is replaced by a few lines."""
 
 import asyncio
+import io
 import json
 import os
 import signal
@@ -14,9 +15,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from helpers.engines import DONE, FakeEngine, chunk, hanging, listening, speaking, streaming, usage, whole
+from helpers.engines import DONE, FakeEngine, chunk, hanging, json_answer, listening, speaking, streaming, usage, whole
 from helpers.processes import left_of
 from trivet.gateway.worker import WorkerConfig, report
+from trivet.topology.model import Limits
 
 WAIT_S = 10.0
 
@@ -27,6 +29,9 @@ CONFIG = WorkerConfig(
     connector="NixlConnector",
     api_keys=("secret",),
     drain_s=2.5,
+    plane="text",
+    limits=Limits(running=3, queue_s=0.5, silence_s=None),
+    allow=("request_id",),
 )
 
 
@@ -37,7 +42,6 @@ def test_a_config_arrives_as_it_was_sent(config):
     line = config.dump()
     assert b"\n" not in line, "the worker reads one line"
     assert WorkerConfig.parse(line) == config
-    assert hash(WorkerConfig.parse(line)) == hash(config)
 
 
 def test_a_report_that_nobody_reads_is_no_fault():
@@ -214,6 +218,36 @@ async def test_a_worker_gives_vllm_the_keys_and_wants_them_itself(tmp_path, clie
         assert flags == ["tiny", "--max-model-len", "512", "--api-key", "one", "two"]
         assert (await status(client, worker.url))[0] == 401
         assert (await status(client, worker.url, Authorization="Bearer two"))[0] == 200
+
+
+async def test_a_worker_of_the_text_plane_needs_no_front_end(tmp_path, client):
+    answer = json_answer({"choices": []})
+    async with FakeEngine("mixed-0", "mixed", answer) as engine, worker_of(tmp_path, plane="text") as worker:
+        assert await worker.word() == {"ready": True}
+        worker.tell(facts(engine))
+        await until(lambda: ready(client, worker))
+        async with client.post(f"{worker.url}/v1/completions", data=b'{"prompt":  "Hi"}') as answered:
+            assert (answered.status, await answered.json()) == (200, {"choices": []})
+        assert engine.calls[0].raw == b'{"prompt":  "Hi"}'
+    assert not (tmp_path / "flags").exists()
+
+
+async def test_a_worker_keeps_to_its_limits(tmp_path, client):
+    limits, go_on = Limits(running=1, queued=0, body_mib=1), asyncio.Event()
+    reply = streaming(go_on, chunk(6, finish_reason="length"), usage(), DONE)
+    async with FakeEngine("mixed-0", "mixed", reply) as engine, worker_of(tmp_path, limits=limits) as worker:
+        await worker.word()
+        worker.tell(facts(engine))
+        await until(lambda: ready(client, worker))
+        first = asyncio.create_task(ask(client, worker))
+        await engine.call()
+        assert await ask(client, worker) == 429
+        async with client.post(f"{worker.url}/v1/completions", data=io.BytesIO(b" " * (2**20 + 1))) as answered:
+            assert answered.status == 413
+        async with client.post(f"{worker.url}/v1/completions", json={"request_id": "mine"}) as answered:
+            assert answered.status == 400
+        go_on.set()
+        assert await first == 200
 
 
 async def test_a_worker_ends_when_its_lifeline_does(tmp_path):

@@ -19,6 +19,9 @@ from trivet.routing.engines import EngineView
 WAIT_S = 5.0
 """Longest that a test waits for something that should happen at once."""
 
+AT_ONCE_S = 1.0
+"""Longest that what must be done within a quarter of a second may take on a busy machine."""
+
 HANDED_OVER: dict[str, Any] = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
@@ -37,7 +40,10 @@ class Call:
     """One request that reached an engine."""
 
     body: dict[str, Any]
+    """Empty, if it was sent no JSON."""
     headers: Mapping[str, str]
+    path: str = ""
+    raw: bytes = b""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the engine is done with it, however."""
     cancelled: bool = False
@@ -65,9 +71,12 @@ class FakeEngine:
         self.tier = tier
         self.replies = list(replies)
         self.calls: list[Call] = []
+        self.aborted: list[str] = []
+        """Ids that it was asked to end; it has no effect on what it answers."""
         self._news = asyncio.Condition()
         application = web.Application()
-        application.router.add_post("/inference/v1/generate", self._serve)
+        application.router.add_post("/inference/v1/abort_requests", self._abort)
+        application.router.add_route("*", "/{path:.*}", self._serve)
         self._server = TestServer(application)
 
     async def __aenter__(self) -> FakeEngine:
@@ -81,8 +90,8 @@ class FakeEngine:
     def url(self) -> str:
         return str(self._server.make_url("")).rstrip("/")
 
-    def view(self, *, ready: bool = True, api_key: str | None = None) -> EngineView:
-        return EngineView(self.name, self.tier, self.url, ready, api_key=api_key)
+    def view(self, *, ready: bool = True, api_key: str | None = None, aborts: bool = False) -> EngineView:
+        return EngineView(self.name, self.tier, self.url, ready, api_key=api_key, aborts=aborts)
 
     def legs(self) -> list[str]:
         """Which legs it was asked for, in order."""
@@ -94,8 +103,25 @@ class FakeEngine:
             await asyncio.wait_for(self._news.wait_for(lambda: len(self.calls) > number), WAIT_S)
         return self.calls[number]
 
+    async def abort(self, number: int = 0) -> str:
+        """The id of that abort, as soon as it has arrived."""
+        async with self._news:
+            await asyncio.wait_for(self._news.wait_for(lambda: len(self.aborted) > number), WAIT_S)
+        return self.aborted[number]
+
+    async def _abort(self, request: web.Request) -> web.StreamResponse:
+        async with self._news:
+            self.aborted += (await request.json())["request_ids"]
+            self._news.notify_all()
+        return web.Response()
+
     async def _serve(self, request: web.Request) -> web.StreamResponse:
-        call = Call(json.loads(await request.read()), request.headers.copy())
+        raw = await request.read()
+        try:
+            body = json.loads(raw)
+        except ValueError:
+            body = {}
+        call = Call(body, request.headers.copy(), request.path_qs, raw)
         reply = self.replies[min(len(self.calls), len(self.replies) - 1)]
         async with self._news:
             self.calls.append(call)
@@ -119,12 +145,12 @@ def whole(token: int = 7, *, params: object = HANDED_OVER, cached: int | None = 
 
 
 def json_answer(value: object, status: int = 200) -> Reply:
-    return raw_answer(json.dumps(value).encode(), status)
+    return raw_answer(json.dumps(value).encode(), status, "application/json")
 
 
-def raw_answer(content: bytes, status: int = 200) -> Reply:
+def raw_answer(content: bytes, status: int = 200, kind: str = "application/octet-stream", **headers: str) -> Reply:
     async def reply(_: web.Request) -> web.StreamResponse:
-        return web.Response(body=content, status=status)
+        return web.Response(body=content, status=status, content_type=kind, headers=headers)
 
     return reply
 

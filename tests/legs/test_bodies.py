@@ -1,11 +1,20 @@
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.engines import token_request
-from trivet.legs.bodies import decode_body, first_token_may_be_handed_over, prefill_body
+from trivet.legs.bodies import (
+    behind,
+    decode_body,
+    first_token_may_be_handed_over,
+    obstacle_to_continuing,
+    prefill_body,
+    release_body,
+    whole_body,
+)
 from trivet.render.contract import TokenRequest
 
 PARAMS = {"do_remote_decode": True}
@@ -103,12 +112,14 @@ def test_the_decode_leg_is_the_clients_request(request):
 
 
 @given(REQUESTS, st.lists(st.integers(0, 100), max_size=3))
-def test_bodies_are_json_and_the_request_stays_as_it_was(request, after):
+def test_bodies_are_json_and_the_request_stays_as_it_was(request, sent):
     before = json.dumps([list(request.token_ids), request.sampling])
     for body in (
         prefill_body(request, PARAMS),
         prefill_body(request, PARAMS, sample=True),
-        decode_body(request, PARAMS, after=after),
+        decode_body(behind(request, sent), PARAMS),
+        whole_body(request),
+        release_body(request, PARAMS),
     ):
         assert json.loads(json.dumps(body)) == body
         body["sampling_params"]["max_tokens"] = None
@@ -116,18 +127,76 @@ def test_bodies_are_json_and_the_request_stays_as_it_was(request, after):
     assert json.dumps([list(request.token_ids), request.sampling]) == before
 
 
-@given(REQUESTS, st.lists(st.integers(0, 100), min_size=1, max_size=3))
-def test_decode_continues_behind_what_the_client_has(request, after):
-    body = decode_body(request, PARAMS, after=after)
-    assert body["token_ids"] == [*request.token_ids, *after]
-    expected = {**request.sampling, "max_tokens": request.sampling["max_tokens"] - len(after)}
-    assert body["sampling_params"] == expected
+# behind what the client has
+
+
+@given(REQUESTS, st.lists(st.integers(0, 100), max_size=1100))
+def test_the_rest_of_an_answer_is_asked_for_behind_what_the_client_has(request, sent):
+    rest = behind(request, sent)
+    assert list(rest.token_ids) == [*request.token_ids, *sent]
+    asked = {**request.sampling, "max_tokens": max(0, request.sampling["max_tokens"] - len(sent))}
+    if "min_tokens" in asked:
+        asked["min_tokens"] = max(0, asked["min_tokens"] - len(sent))
+    assert rest.sampling == asked
+    assert (rest.model, rest.cache_salt, rest.priority) == (request.model, request.cache_salt, request.priority)
+
+
+@given(REQUESTS, st.lists(st.integers(0, 100), max_size=10), st.lists(st.integers(0, 100), max_size=10))
+def test_breaking_off_twice_is_breaking_off_once(request, first, second):
+    assert behind(behind(request, first), second) == behind(request, [*first, *second])
+
+
+def test_where_nothing_was_sent_the_request_is_the_same():
+    request = token_request(prompt_logprobs=2)
+    assert behind(request, []) is request
+
+
+def test_the_prompts_log_probabilities_are_not_asked_for_twice():
+    assert behind(token_request(prompt_logprobs=2), [5]).prompt_logprobs is None
 
 
 def test_an_answer_without_a_limit_stays_without_one():
-    request = token_request(sampling={"max_tokens": None})
-    assert decode_body(request, PARAMS, after=[1])["sampling_params"] == {"max_tokens": None}
-    assert decode_body(token_request(sampling={}), PARAMS, after=[1])["sampling_params"] == {}
+    request = token_request(sampling={"max_tokens": None, "min_tokens": None})
+    assert behind(request, [1]).sampling == {"max_tokens": None, "min_tokens": None}
+    assert behind(token_request(sampling={}), [1]).sampling == {}
+
+
+# log-probabilities of the prompt, and what clients steer
+
+
+@given(REQUESTS, st.integers(-1, 20))
+def test_the_prompts_log_probabilities_are_prefills_to_tell(request, count):
+    request = replace(request, prompt_logprobs=count)
+    assert prefill_body(request, PARAMS)["sampling_params"]["prompt_logprobs"] == count
+    assert prefill_body(request, PARAMS, sample=True)["sampling_params"]["prompt_logprobs"] == count
+    assert "prompt_logprobs" not in decode_body(request, PARAMS)["sampling_params"]
+    assert "prompt_logprobs" not in release_body(request, PARAMS)["sampling_params"]
+
+
+@given(REQUESTS, st.integers(-1, 20))
+def test_a_colocated_leg_that_tells_them_is_not_streamed(request, count):
+    body = whole_body(replace(request, prompt_logprobs=count))
+    expected = decode_body(request, None)
+    expected["sampling_params"]["prompt_logprobs"] = count
+    del expected["stream_options"]
+    assert body == expected | {"stream": False}
+
+
+def test_a_clients_own_transfer_parameters_go_out_where_there_are_no_others():
+    request = token_request(kv_transfer_params={"mine": 1}, ec_transfer_params={"mine": 2})
+    assert decode_body(request, None)["kv_transfer_params"] == {"mine": 1}
+    assert decode_body(request, {"remote_port": 1})["kv_transfer_params"] == {"remote_port": 1}
+    assert decode_body(request, None)["ec_transfer_params"] == {"mine": 2}
+
+
+@given(REQUESTS)
+def test_a_release_is_the_same_prompt_under_a_salt_of_its_own(request):
+    one, other = (release_body(request, {"remote_port": 1}) for _ in range(2))
+    assert one.pop("cache_salt") != other.pop("cache_salt")
+    assert one == other
+    assert one["sampling_params"] == {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
+    assert (one["token_ids"], one["model"]) == (list(request.token_ids), request.model)
+    assert one["kv_transfer_params"] == {"remote_port": 1}
 
 
 @given(REQUESTS)
@@ -185,3 +254,51 @@ def test_a_first_token_that_the_answer_depends_on_further_may_not_be_handed_over
 
 def test_a_request_without_temperature_is_not_greedy():
     assert first_token_may_be_handed_over(token_request(sampling={"max_tokens": 8})) is False
+
+
+def test_the_prompts_log_probabilities_are_more_than_a_token():
+    assert first_token_may_be_handed_over(token_request(sampling=GREEDY, prompt_logprobs=0)) is False
+
+
+# what another engine could continue
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.7},
+        {"temperature": 0.0, "seed": 7},
+        {"logprobs": 3, "logit_bias": {"1": 1.0}, "allowed_token_ids": [1], "stop_token_ids": [2], "min_tokens": 4},
+        {"repetition_penalty": 1.3, "top_k": 4, "ignore_eos": True},
+        {"presence_penalty": 0.0, "frequency_penalty": 0, "bad_words": [], "extra_args": {}, "seed": None},
+        {"structured_outputs": None, "thinking_token_budget": None, "repetition_detection": None},
+    ],
+)
+def test_what_looks_at_one_position_can_be_continued(sampling):
+    assert obstacle_to_continuing(token_request(sampling=sampling)) is None
+
+
+@pytest.mark.parametrize(
+    ("sampling", "word"),
+    [
+        ({"structured_outputs": {"regex": "a"}}, "grammar"),
+        ({"presence_penalty": 0.1}, "penalty"),
+        ({"frequency_penalty": -0.1}, "penalty"),
+        ({"bad_words": ["a"]}, "bad words"),
+        ({"extra_args": {"a": 1}}, "logits processor"),
+        ({"thinking_token_budget": 0}, "budget"),
+        ({"thinking_token_budget": 9}, "budget"),
+        ({"repetition_detection": {"max_pattern_size": 3}}, "repetitions"),
+        ({"seed": 0, "temperature": 0.7}, "seed"),
+        ({"seed": 7}, "seed"),
+    ],
+)
+def test_what_counts_from_the_first_token_cannot(sampling, word):
+    assert word in obstacle_to_continuing(token_request(sampling=sampling))
+
+
+@given(REQUESTS)
+def test_what_cannot_be_continued_has_no_first_token_of_prefill(request):
+    if obstacle_to_continuing(request) is not None:
+        assert not first_token_may_be_handed_over(request)

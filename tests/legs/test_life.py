@@ -2,16 +2,24 @@
 
 import asyncio
 import contextlib
+import gc
 import json
+import random
+import re
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 
 import pytest
+from aiohttp import web
 
 from helpers.engines import (
+    AT_ONCE_S,
     DONE,
     HANDED_OVER,
     WAIT_S,
+    Call,
     FakeEngine,
+    Reply,
     chunk,
     cutting,
     hanging,
@@ -21,6 +29,7 @@ from helpers.engines import (
     raw_answer,
     refusing,
     speaking,
+    sse,
     streaming,
     token_request,
     tokens_of,
@@ -29,11 +38,12 @@ from helpers.engines import (
 )
 from helpers.processes import holds
 from trivet.connectors import NixlConnector
-from trivet.journal import GenerationRecord, Journal, current_request
-from trivet.legs import life
+from trivet.journal import GenerationRecord, Journal, RequestRecord, current_request, now_s
+from trivet.legs import life, release, tokens
 from trivet.legs.life import Legs
+from trivet.legs.watch import Patience
 from trivet.legs.wire import open_session
-from trivet.render.contract import ServingError, TokenChunk
+from trivet.render.contract import ServingError, TokenChunk, TokenLogprobs
 from trivet.routing.engines import Engines, EngineView
 
 
@@ -61,10 +71,15 @@ class Service:
                 self.chunks.append(one)
         return self.chunks
 
-    async def refused(self, **changes) -> tuple[str, int]:
+    async def fails(self, **changes) -> ServingError:
         with pytest.raises(ServingError) as caught:
             await self.ask(**changes)
-        return caught.value.message, caught.value.status
+        assert self.record.error == caught.value.message
+        return caught.value
+
+    async def refused(self, **changes) -> tuple[str, int]:
+        error = await self.fails(**changes)
+        return error.message, error.status
 
     @property
     def record(self) -> GenerationRecord:
@@ -88,17 +103,28 @@ class Service:
 
 
 @contextlib.asynccontextmanager
-async def serving(*engines: FakeEngine | EngineView, connector=NixlConnector()):
-    """A service on these engines; all of them listen while the block runs."""
+async def serving(
+    *engines: FakeEngine | EngineView, connector=NixlConnector(), patience=None, aborts=False
+) -> AsyncIterator[Service]:
+    """A service on these engines; all of them listen while the block runs. Nothing of it may be left behind."""
+    loop, faults = asyncio.get_running_loop(), []
+    loop.set_exception_handler(lambda _, context: faults.append(context))  # exceptions that nobody retrieved
     async with listening(*(one for one in engines if isinstance(one, FakeEngine))), open_session() as session:
+        before = asyncio.all_tasks()
         views = Engines()
-        views.update(one.view() if isinstance(one, FakeEngine) else one for one in engines)
+        views.update(one.view(aborts=aborts) if isinstance(one, FakeEngine) else one for one in engines)
         records: list[GenerationRecord] = []
-        service = Service(Legs(views, session, connector, lambda record, _: records.append(record)), views, records)
+        legs = Legs(views, session, connector, lambda record, _: records.append(record), patience)
+        service = Service(legs, views, records)
         yield service
         await service.legs.close()
         assert service.outstanding() == {}
-        assert service.legs.releases_pending == 0
+        assert (service.legs.releases.pending, service.legs.running) == (0, 0)
+        assert not any(views._watchers.values())
+        left = [one for one in asyncio.all_tasks() - before if "trivet" in str(one.get_coro())]
+        assert left == []
+    gc.collect()
+    assert faults == []
 
 
 def prefill(*replies, name: str = "prefill-0") -> FakeEngine:
@@ -116,6 +142,16 @@ def mixed(*replies, name: str = "mixed-0") -> FakeEngine:
 def dead(name: str, tier: str, url: str) -> EngineView:
     """An engine that is thought ready and is gone."""
     return EngineView(name, tier, url, ready=True)
+
+
+@contextlib.contextmanager
+def owned_by(owner: RequestRecord) -> Iterator[None]:
+    """Inside, generations belong to that request."""
+    token = current_request.set(owner)
+    try:
+        yield
+    finally:
+        current_request.reset(token)
 
 
 async def cancelled(task: asyncio.Task) -> None:
@@ -185,18 +221,49 @@ async def test_what_a_prompt_added_to_a_prefix_cache_is_told_of_the_engine_that_
     assert [(one.cached_tokens, one.created_cache_tokens) for one in chunks] == expected
 
 
-async def test_legs_carry_the_requests_headers_and_the_engines_keys():
+async def test_legs_carry_the_clients_headers_and_the_engines_keys():
+    owner = Journal().open("req-1", "/v1/completions")
+    owner.forwarded = {"traceparent": "00-1", "X-Client-Request-Id": "req-1"}
     p, d = prefill(), decode()
     async with serving(p, d) as service:
         service.engines.update([p.view(api_key="secret-p"), d.view()])
-        await service.ask(headers={"traceparent": "00-1", "X-data-parallel-rank": "1"})
+        with owned_by(owner):
+            await service.ask()
     for call in (*p.calls, *d.calls):
-        assert (call.headers["traceparent"], call.headers["X-data-parallel-rank"]) == ("00-1", "1")
+        assert (call.headers["traceparent"], call.headers["X-Client-Request-Id"]) == ("00-1", "req-1")
         assert call.headers["Content-Type"] == "application/json"
-    assert p.calls[0].headers["X-Request-Id"] == "gen-1-prefill"
-    assert d.calls[0].headers["X-Request-Id"] == "gen-1-decode"
+        assert "X-data-parallel-rank" not in call.headers
     assert p.calls[0].headers["Authorization"] == "Bearer secret-p"
     assert "Authorization" not in d.calls[0].headers
+
+
+async def test_legs_have_ids_of_their_own_which_no_client_chose():
+    owner = Journal().open("req-1", "/v1/completions")
+    p, d = prefill(), decode(refusing(500), speaking(5, 6))
+    async with serving(p, d) as service:
+        with owned_by(owner):
+            await service.ask(request_id="req-1")
+        await service.ask(request_id="req-1")
+        await service.legs.close()
+    ids = [call.headers["X-Request-Id"] for call in (*p.calls, *d.calls)]
+    assert len(set(ids)) == len(ids)
+    generation = service.records[0].generation_id
+    assert re.fullmatch(r"[0-9a-f]{32}", generation)
+    assert p.calls[0].headers["X-Request-Id"] == f"{generation}-1-prefill"
+    assert d.calls[0].headers["X-Request-Id"] == f"{generation}-1-decode"
+    assert f"{generation}-2-decode" in ids
+
+
+async def test_a_data_parallel_rank_is_decodes():
+    owner = Journal().open("req-1", "/v1/completions")
+    owner.decode_rank = "3"
+    p, d = prefill(), decode()
+    async with serving(p, d) as service:
+        with owned_by(owner):
+            await service.ask()
+            await service.ask(unsplittable="it is special")
+    assert "X-data-parallel-rank" not in p.calls[0].headers
+    assert [call.headers["X-data-parallel-rank"] for call in d.calls] == ["3", "3"]
 
 
 async def test_each_engine_is_charged_while_its_leg_runs():
@@ -244,7 +311,7 @@ async def test_a_split_generation_leaves_its_facts():
     async with serving(prefill(whole(cached=2)), decode()) as service:
         await service.ask()
     record = service.record
-    assert (record.generation_id, record.prompt_tokens, record.completion_tokens) == ("gen-1", 3, 2)
+    assert (record.prompt_tokens, record.completion_tokens, record.attempts, record.resumes) == (3, 2, 1, 0)
     assert (record.split, record.reason) == (True, "a pair is ready")
     assert (record.prefill_engine, record.decode_engine) == ("prefill-0", "decode-0")
     assert (record.finish_reason, record.error, record.cached_tokens) == ("length", None, 2)
@@ -256,12 +323,11 @@ async def test_a_split_generation_leaves_its_facts():
 async def test_a_generation_stands_in_the_record_of_its_request():
     owner = Journal().open("req-1", "/v1/completions")
     async with serving(prefill(), decode()) as service:
-        token = current_request.set(owner)
-        await service.ask()
-        await service.ask(request_id="gen-2")
-        current_request.reset(token)
-    assert [one.generation_id for one in owner.generations] == ["gen-1", "gen-2"]
+        with owned_by(owner):
+            await service.ask()
+            await service.ask(request_id="gen-2")
     assert owner.generations == service.records
+    assert len({one.generation_id for one in owner.generations}) == 2
 
 
 async def test_observers_are_told_of_the_request_too():
@@ -271,9 +337,8 @@ async def test_observers_are_told_of_the_request_too():
         engines = Engines()
         engines.update([d.view()])
         legs = Legs(engines, session, None, lambda *seen: told.append(seen))
-        token = current_request.set(owner)
-        assert tokens_of([one async for one in legs.run(token_request())]) == [8, 9]
-        current_request.reset(token)
+        with owned_by(owner):
+            assert tokens_of([one async for one in legs.run(token_request())]) == [8, 9]
     assert told == [(owner.generations[0], owner)]
 
 
@@ -299,10 +364,9 @@ async def test_a_request_whose_owner_wants_it_colocated_is():
     owner.colocate = "the request asks for it"
     p, d = prefill(), decode()
     async with serving(p, d) as service:
-        token = current_request.set(owner)
-        await service.ask()
-        await service.ask(unsplittable="its own reason")
-        current_request.reset(token)
+        with owned_by(owner):
+            await service.ask()
+            await service.ask(unsplittable="its own reason")
     assert p.calls == []
     assert "kv_transfer_params" not in d.calls[0].body
     assert [one.reason for one in service.records] == ["the request asks for it", "its own reason"]
@@ -336,6 +400,7 @@ async def test_a_request_for_which_prefill_hands_nothing_over_is_served_colocate
 
 # prefill fails
 
+CANNOT = "sent what cannot be read "
 TROUBLE = {
     "401": (refusing(401), "not today"),
     "403": (refusing(403), "not today"),
@@ -346,7 +411,18 @@ TROUBLE = {
     "429": (refusing(429), "not today"),
     "not JSON": (raw_answer(b"hello"), "answered 200 with something that is not JSON"),
     "not an object": (json_answer([]), "answered 200 with something that is not an object"),
-    "closed": (cutting(), "no answer (ServerDisconnectedError: Server disconnected)"),
+    "no params": (json_answer({"kv_transfer_params": "x"}), CANNOT + "(TypeError: kv_transfer_params of another type)"),
+    "no blocks": (
+        whole(params=HANDED_OVER | {"remote_block_ids": 5}),
+        CANNOT + "(TypeError: 'int' object is not iterable)",
+    ),
+    "odd usage": (
+        json_answer({"usage": {"prompt_tokens_details": [1]}}),
+        CANNOT + "(AttributeError: 'list' object has no attribute 'get')",
+    ),
+    "closed": (cutting(), "closed the connection without an answer"),
+    "failed": (whole(finish="error"), "generating failed in the engine (finish_reason error)"),
+    "aborted": (whole(finish="abort"), "the engine ended the request (finish_reason abort)"),
 }
 
 
@@ -379,7 +455,7 @@ async def test_a_prefill_that_refuses_connections_is_replaced_too():
         async with serving(dead("prefill-0", "prefill", url), q, d) as service:
             assert tokens_of(await service.ask()) == [5, 6]
     assert service.record.prefill_engine == "prefill-1"
-    assert service.record.reason.startswith("a pair is ready (prefill-0: no answer (ClientConnectorError: ")
+    assert service.record.reason.startswith("a pair is ready (prefill-0: cannot be reached (")
 
 
 # decode fails before its first token
@@ -413,18 +489,31 @@ async def test_after_a_failed_transfer_another_decode_has_its_turn():
     assert service.record.reason == "the KV transfer failed (decode-0: not today)"
 
 
-async def test_a_decode_that_fails_colocated_as_well_is_not_asked_again():
-    async with serving(prefill(), decode(refusing(500, "a"), refusing(500, "b"))) as service:
-        message, status = await service.refused()
-    assert message.startswith("no engine could serve this request: decode-0: a; decode-0: ")
-    assert (status, message.count("decode-0: ")) == (502, 2)
+@pytest.mark.parametrize("status", [401, 403, 404, 500, 502, 504])
+async def test_what_a_colocated_leg_is_answered_is_the_clients_to_see(status):
+    """With its status and its words: it cannot have been the transfer."""
+    d, e = decode(refusing(500, "a"), refusing(status, "b")), decode(name="decode-1")
+    async with serving(prefill(), d, e) as service:
+        service.engines.update([*service.engines.all()[:2], e.view(ready=False)])
+        error = await service.fails()
+        assert (error.message, error.status) == ("b", status)
+        assert error.error == {"message": "b", "type": "Error", "param": None, "code": status}
+        assert service.record.error == "b"
 
 
-async def test_a_decode_that_fails_without_kv_to_take_is_avoided():
+async def test_a_colocated_leg_that_is_answered_is_not_tried_elsewhere():
+    m, n = mixed(refusing(500)), mixed(name="mixed-1")
+    async with serving(m, n) as service:
+        assert await service.refused() == ("not today", 500)
+    assert (len(m.calls), len(n.calls)) == (1, 0)
+
+
+async def test_a_decode_that_was_handed_nothing_was_as_good_as_colocated():
     p, d, m = prefill(whole(params=None)), decode(refusing(500)), mixed()
     async with serving(p, d, m) as service:
-        assert tokens_of(await service.ask()) == [8, 9]
-    assert service.record.reason == "no decode engine is ready (decode-0: not today)"
+        assert await service.refused() == ("not today", 500)
+    assert (len(d.calls), m.calls) == (1, [])
+    assert service.record.reason == "prefill-0 handed nothing over"
 
 
 async def test_a_decode_that_breaks_off_without_an_answer_is_avoided_and_the_request_split_again():
@@ -436,7 +525,7 @@ async def test_a_decode_that_breaks_off_without_an_answer_is_avoided_and_the_req
     (again,) = [call for call in e.calls if call.leg == "decode"]
     assert again.body["kv_transfer_params"] == second
     assert (service.record.split, service.record.decode_engine) == (True, "decode-1")
-    problem = "no answer (ServerDisconnectedError: Server disconnected)"
+    problem = "closed the connection without an answer"
     assert service.record.reason == f"a pair is ready (decode-0: {problem})"
 
 
@@ -446,14 +535,23 @@ async def test_the_kv_of_a_leg_that_decode_did_not_accept_is_released_elsewhere(
     async with serving(p, d, e) as service:
         await service.ask()
         await service.legs.close()
-        (release,) = [call for call in e.calls if call.leg == "release"]
-    assert release.body["kv_transfer_params"] == HANDED_OVER
+        (releasing,) = [call for call in e.calls if call.leg == "release"]
+    assert releasing.body["kv_transfer_params"] == HANDED_OVER
     assert d.legs() == ["decode"]
 
 
 @pytest.mark.parametrize("name", ["error event", "ends"])
-async def test_the_kv_of_a_leg_that_decode_accepted_is_decodes_to_release(name):
+async def test_the_kv_of_a_leg_that_ended_without_a_token_is_released_elsewhere(name):
+    """It may have ended before it took the KV."""
     p, d, e = prefill(), decode(DECODE_TROUBLE[name][0]), decode(name="decode-1")
+    async with serving(p, d, e) as service:
+        await service.ask()
+        await service.legs.close()
+    assert (d.legs(), sorted(e.legs())) == (["decode"], ["decode", "release"])
+
+
+async def test_the_kv_of_a_leg_that_gave_a_token_is_decodes_to_release():
+    p, d, e = prefill(), decode(streaming(chunk(5), cut=True)), decode(speaking(6), name="decode-1")
     async with serving(p, d, e) as service:
         await service.ask()
         await service.legs.close()
@@ -464,11 +562,11 @@ async def test_a_release_is_the_shortest_request_with_the_same_prompt():
     p, d = prefill(), decode(refusing(500), speaking(5))
     async with serving(p, d, mixed()) as service:
         await service.ask(cache_salt="salt", sampling={"max_tokens": 99, "temperature": 1.0, "logprobs": 3})
-        release = await d.call(1)
-    assert release.headers["X-Request-Id"] == "gen-1-release"
+        releasing = await d.call(1)
+    assert releasing.headers["X-Request-Id"].endswith("-1-release")
     # what it reads may be another's by then, and must never be found in decode's cache
-    assert release.body.pop("cache_salt").startswith("release-")
-    assert release.body == {
+    assert releasing.body.pop("cache_salt").startswith("release-")
+    assert releasing.body == {
         "token_ids": [11, 12, 13],
         "model": "tiny",
         "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False},
@@ -488,36 +586,211 @@ async def test_stamps_of_a_failed_attempt_are_forgotten():
     assert (record.prefill_start_s, record.prefill_end_s, record.cached_tokens) == (None, None, None)
 
 
-async def test_a_decode_that_refuses_connections_is_replaced_and_the_kv_released():
+# decode refuses before it begins
+
+
+async def test_a_decode_that_refuses_connections_is_replaced_and_prefill_is_not_done_again():
     with nobody_listens() as url:
         p, e = prefill(), decode(name="decode-1")
         async with serving(p, dead("decode-0", "decode", url), e) as service:
             assert tokens_of(await service.ask()) == [5, 6]
-    assert sorted(e.legs()) == ["decode", "release"]
+    assert (p.legs(), e.legs()) == (["prefill"], ["decode"])
+    assert e.calls[0].body["kv_transfer_params"] == HANDED_OVER
+    assert (service.record.split, service.record.decode_engine, service.record.attempts) == (True, "decode-1", 1)
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_a_decode_that_is_full_is_replaced_and_prefill_is_not_done_again(status):
+    p, d, e = prefill(), decode(refusing(status)), decode(name="decode-1")
+    async with serving(p, d, e) as service:
+        assert tokens_of(await service.ask()) == [5, 6]
+    assert (p.legs(), d.legs(), e.legs()) == (["prefill"], ["decode"], ["decode"])
+    assert service.record.split is True
+
+
+async def test_engines_are_asked_in_turn_until_one_has_room():
+    full = [decode(refusing(503), name=f"decode-{number}") for number in range(5)]
+    p, last = prefill(), decode(name="decode-9")
+    async with serving(p, *full, last) as service:
+        assert tokens_of(await service.ask()) == [5, 6]
+    assert (p.legs(), last.legs()) == (["prefill"], ["decode"])
+    assert [one.legs() for one in full] == [["decode"]] * 5
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_where_every_decode_is_full_the_client_may_come_again_and_the_kv_is_released(status):
+    p, d = prefill(), decode(refusing(status), speaking(5))
+    async with serving(p, d) as service:
+        error = await service.fails()
+        await service.legs.close()
+    assert (error.message, error.status) == ("no engine could serve this request: decode-0: not today", status)
+    assert (p.legs(), d.legs()) == (["prefill"], ["decode", "release"])
+
+
+async def test_a_second_decode_that_cannot_take_the_kv_serves_the_request_colocated():
+    p, d, e = prefill(), decode(refusing(503)), decode(refusing(500), speaking(5, 6), name="decode-1")
+    async with serving(p, d, e) as service:
+        assert tokens_of(await service.ask()) == [5, 6]
+    (again,) = [call for call in e.calls if call.leg == "decode" and "kv_transfer_params" not in call.body]
+    assert again.headers["X-Request-Id"].endswith("-2-decode")
+    assert (p.legs(), service.record.split, service.record.decode_engine) == (["prefill"], False, "decode-1")
+
+
+async def test_each_decode_is_charged_only_while_it_is_asked():
+    more = asyncio.Event()
+    d = decode(refusing(503))
+    e = decode(streaming(chunk(5), more, chunk(6, finish_reason="length"), usage(), DONE), name="decode-1")
+    async with serving(prefill(), d, e) as service:
+        task = asyncio.create_task(service.ask())
+        await e.call()
+        assert service.outstanding() == {"decode-1": 5}
+        more.set()
+        await task
 
 
 # decode fails in the middle of its answer
 
+BREAKS = {
+    "error event": (streaming(chunk(5), {"error": {"message": "gone", "code": 500}}, DONE), "gone"),
+    "4xx event": (streaming(chunk(5), {"error": {"message": "now it says no", "code": 400}}, DONE), "now it says no"),
+    "ends": (streaming(chunk(5)), "the stream ended before the answer did"),
+    "cut": (streaming(chunk(5), cut=True), "broke off its answer"),
+    "failed": (
+        streaming(chunk(5), chunk(finish_reason="error"), DONE),
+        "generating failed in the engine (finish_reason error)",
+    ),
+    "aborted": (
+        streaming(chunk(5), chunk(finish_reason="abort"), DONE),
+        "the engine ended the request (finish_reason abort)",
+    ),
+    "bad bytes": (streaming(chunk(5), b"data: {oops\n\n"), "sent an event that is not JSON"),
+}
 
-@pytest.mark.parametrize(
-    ("reply", "problem"),
-    [
-        (streaming(chunk(5), {"error": {"message": "gone", "code": 500}}, DONE), "gone"),
-        (streaming(chunk(5), {"error": {"message": "now it says no", "code": 400}}, DONE), "now it says no"),
-        (streaming(chunk(5)), "the stream ended before the answer did"),
-        (streaming(chunk(5), cut=True), "no answer (ClientPayloadError: "),
-    ],
-    ids=["error event", "4xx event", "ends", "cut"],
-)
-async def test_an_answer_that_breaks_off_is_the_clients_to_see(reply, problem):
-    p, d, e, m = prefill(), decode(reply), decode(name="decode-1"), mixed()
+
+@pytest.mark.parametrize(("reply", "problem"), BREAKS.values(), ids=BREAKS)
+async def test_an_answer_that_breaks_off_is_continued_on_another_engine(reply, problem):
+    """Prompt and answer so far are computed anew, and the client sees one answer."""
+    p, d, e = prefill(), decode(reply), decode(speaking(6, 7), name="decode-1")
+    async with serving(p, d, e) as service:
+        chunks = await service.ask(sampling={"temperature": 0.7, "max_tokens": 3, "min_tokens": 2})
+    assert tokens_of(chunks) == [5, 6, 7]
+    assert [one.finish_reason for one in chunks] == [None, None, "length"]
+    assert p.legs() == ["prefill", "prefill"]
+    for call in (p.calls[1], e.calls[0]):
+        assert call.body["token_ids"] == [11, 12, 13, 5]
+    assert e.calls[0].body["sampling_params"] == {"temperature": 0.7, "max_tokens": 2, "min_tokens": 1}
+    record = service.record
+    assert (record.split, record.attempts, record.resumes, record.completion_tokens) == (True, 2, 1, 3)
+    assert (record.decode_engine, record.finish_reason, record.error) == ("decode-1", "length", None)
+    assert record.reason == f"a pair is ready (decode-0: {problem})"
+
+
+async def test_a_colocated_answer_that_breaks_off_is_continued_too():
+    m, n = mixed(streaming(chunk(5), cut=True)), mixed(speaking(6), name="mixed-1")
+    async with serving(m, n) as service:
+        assert tokens_of(await service.ask()) == [5, 6]
+    assert n.calls[0].body["token_ids"] == [11, 12, 13, 5]
+
+
+async def test_an_answer_that_breaks_off_twice_is_continued_twice(monkeypatch):
+    monkeypatch.setattr(life, "_NOTICE_S", 0.0)
+    replies = [streaming(chunk(5), cut=True), streaming(chunk(6), chunk(7), cut=True), speaking(8, 9)]
+    engines = [mixed(reply, name=f"mixed-{number}") for number, reply in enumerate(replies)]
+    async with serving(*engines) as service:
+        chunks = await service.ask(sampling={"max_tokens": 5, "temperature": 0.0})
+    assert tokens_of(chunks) == [5, 6, 7, 8, 9]
+    assert engines[2].calls[0].body["token_ids"] == [11, 12, 13, 5, 6, 7]
+    assert engines[2].calls[0].body["sampling_params"]["max_tokens"] == 2
+    assert (service.record.attempts, service.record.resumes) == (3, 2)
+
+
+async def test_cached_tokens_are_told_once_and_of_the_first_engine():
+    p = prefill(whole(cached=2), whole(cached=3))
+    d, e = decode(streaming(chunk(5), cut=True)), decode(speaking(6, cached=4), name="decode-1")
+    async with serving(p, d, e) as service:
+        chunks = await service.ask()
+    assert [one.cached_tokens for one in chunks] == [2, None]
+    assert service.record.cached_tokens == 2
+
+
+async def test_an_engine_that_continues_tells_no_cached_tokens():
+    """Its prompt was another one."""
+    m, n = mixed(streaming(chunk(5), cut=True)), mixed(speaking(6, cached=4), name="mixed-1")
+    async with serving(m, n) as service:
+        chunks = await service.ask()
+    assert [one.cached_tokens for one in chunks] == [None, None]
+    assert service.record.cached_tokens is None
+
+
+async def test_an_answer_of_which_only_the_end_is_missing_is_at_its_end():
+    d, e = decode(streaming(chunk(5), chunk(6), cut=True)), decode(name="decode-1")
+    async with serving(prefill(), d, e) as service:
+        chunks = await service.ask()
+        await service.legs.close()
+    assert tokens_of(chunks) == [5, 6]
+    assert chunks[-1].finish_reason == "length"
+    assert "decode" not in e.legs()
+
+
+async def test_an_engine_that_broke_off_is_asked_once_more_where_it_is_the_only_one():
+    d = decode(streaming(chunk(5), cut=True), speaking(6))
+    async with serving(prefill(), d) as service:
+        assert tokens_of(await service.ask()) == [5, 6]
+    assert d.legs() == ["decode", "decode"]
+
+
+async def test_it_is_not_asked_a_third_time(monkeypatch):
+    monkeypatch.setattr(life, "_NOTICE_S", 0.0)
+    m = mixed(streaming(chunk(5), cut=True), streaming(chunk(6), cut=True), speaking(7))
+    async with serving(m) as service:
+        error = await service.fails(sampling={"max_tokens": 9})
+    told = "mixed-0: broke off its answer; mixed-0: broke off its answer"
+    assert (error.message, error.status) == (f"no engine could serve this request: {told}", 503)
+    assert (tokens_of(service.chunks), len(m.calls)) == ([5, 6], 2)
+
+
+OBSTACLES = {
+    "a grammar": {"structured_outputs": {"regex": "a"}},
+    "a penalty that counts the answer's tokens": {"frequency_penalty": 0.5},
+    "a seed, whose random numbers begin anew": {"seed": 7, "temperature": 0.7},
+    "bad words, which may span both parts": {"bad_words": ["a"]},
+}
+
+
+@pytest.mark.parametrize(("obstacle", "sampling"), OBSTACLES.items(), ids=OBSTACLES)
+async def test_an_answer_that_could_not_be_continued_as_one_engine_would_is_the_clients_to_see(obstacle, sampling):
+    p, d, e, m = prefill(), decode(BREAKS["error event"][0]), decode(name="decode-1"), mixed()
     async with serving(p, d, e, m) as service:
-        message, status = await service.refused()
-    assert message.startswith(f"the answer broke off: decode-0: {problem}")
-    assert status == 502
+        error = await service.fails(sampling={"max_tokens": 2, "temperature": 0.0} | sampling)
+    expected = f"the answer broke off: decode-0: gone; it cannot be continued on another engine ({obstacle})"
+    assert (error.message, error.status, error.error) == (expected, 502, {"message": "gone", "code": 500})
     assert tokens_of(service.chunks) == [5]
     assert (e.calls, m.calls, d.legs()) == ([], [], ["decode"])  # nothing tried elsewhere, nothing to release
-    assert service.record.error == message
+
+
+@pytest.mark.parametrize("sampling", OBSTACLES.values(), ids=OBSTACLES)
+async def test_where_the_client_has_seen_nothing_such_an_answer_is_begun_anew(sampling):
+    d, e = decode(streaming(chunk(5), chunk(6), cut=True)), decode(speaking(8, 9), name="decode-1")
+    async with serving(prefill(), d, e) as service:
+        asked = {"max_tokens": 2, "temperature": 0.0} | sampling
+        chunks = await service.ask(sampling=asked, whole=True)
+    assert tokens_of(chunks) == [8, 9]
+    assert e.calls[0].body["token_ids"] == [11, 12, 13]
+    assert e.calls[0].body["sampling_params"] == asked
+    assert (service.record.resumes, service.record.completion_tokens) == (0, 2)
+
+
+async def test_a_whole_answer_that_can_be_continued_is():
+    d, e = decode(streaming(chunk(5), cut=True)), decode(speaking(6), name="decode-1")
+    async with serving(prefill(), d, e) as service:
+        assert tokens_of(await service.ask(whole=True)) == [5, 6]
+    assert e.calls[0].body["token_ids"] == [11, 12, 13, 5]
+
+
+async def test_an_obstacle_before_the_first_token_is_none():
+    d, e = decode(cutting()), decode(name="decode-1")
+    async with serving(prefill(), d, e) as service:
+        assert tokens_of(await service.ask(sampling={"max_tokens": 2, "seed": 7})) == [5, 6]
 
 
 # the request itself is refused
@@ -527,23 +800,25 @@ async def test_an_answer_that_breaks_off_is_the_clients_to_see(reply, problem):
 async def test_what_prefill_refuses_as_the_clients_fault_is_not_retried(status):
     p, q, d = prefill(refusing(status, "too long")), prefill(name="prefill-1"), decode()
     async with serving(p, q, d) as service:
-        assert await service.refused() == ("prefill-0: too long", status)
+        error = await service.fails()
+    assert (error.message, error.status) == ("too long", status)
+    assert error.error == {"message": "too long", "type": "Error", "param": None, "code": status}
     assert (q.calls, d.calls) == ([], [])
-    assert service.record.error == "prefill-0: too long"
 
 
 async def test_what_decode_refuses_as_the_clients_fault_is_not_retried_and_releases_the_kv():
     p, d, e = prefill(), decode(refusing(400, "odd")), decode(name="decode-1")
     async with serving(p, d, e) as service:
-        assert await service.refused() == ("decode-0: odd", 400)
+        assert await service.refused() == ("odd", 400)
+        await service.legs.close()
     assert (p.legs(), d.legs(), e.legs()) == (["prefill"], ["decode"], ["release"])
 
 
-@pytest.mark.parametrize("status", [401, 403, 404, 405, 408, 429])
-async def test_other_refusals_are_the_engines_trouble_and_not_the_clients(status):
-    async with serving(prefill(refusing(status, "a")), decode(refusing(status, "b"))) as service:
-        expected = "no engine could serve this request: prefill-0: a; decode-0: b"
-        assert await service.refused() == (expected, 502)
+@pytest.mark.parametrize("status", [401, 403, 404, 405, 408, 500])
+async def test_other_refusals_of_prefill_are_its_own_trouble(status):
+    async with serving(prefill(refusing(status, "a")), decode()) as service:
+        assert tokens_of(await service.ask()) == [5, 6]
+    assert service.record.reason == "no prefill engine is ready (prefill-0: a)"
 
 
 # an engine goes out of service
@@ -596,30 +871,49 @@ async def test_a_decode_that_goes_out_of_service_while_prefill_runs_is_not_waite
 
 
 @pytest.mark.parametrize("how", LOST)
-async def test_an_answer_breaks_off_when_its_engine_goes_out_of_service(how):
-    p, d, e = prefill(), decode(streaming(chunk(5), asyncio.Event())), decode(name="decode-1")
+async def test_an_answer_is_continued_when_its_engine_goes_out_of_service(how):
+    p, d, e = prefill(), decode(streaming(chunk(5), asyncio.Event())), decode(speaking(6), name="decode-1")
     async with serving(p, d, e) as service:
-        task = asyncio.create_task(service.refused())
+        task = asyncio.create_task(service.ask())
         await holds(lambda: service.chunks)
         await asyncio.sleep(0)  # the next token is being waited for
         service.loses("decode-0", how)
-        expected = ("the answer broke off: decode-0: went out of service", 502)
-        assert await asyncio.wait_for(task, WAIT_S) == expected
+        assert tokens_of(await asyncio.wait_for(task, WAIT_S)) == [5, 6]
         await d.calls[0].end()
         assert d.calls[0].cancelled
-    assert tokens_of(service.chunks) == [5]
-    assert e.calls == []
+    assert service.record.reason == "a pair is ready (decode-0: went out of service)"
 
 
 @pytest.mark.parametrize("how", LOST)
-async def test_an_answer_breaks_off_when_its_engine_went_out_of_service_while_the_client_was_busy(how):
-    p, d = prefill(), decode(streaming(chunk(5), asyncio.Event()))
-    async with serving(p, d) as service:
+async def test_an_answer_is_continued_when_its_engine_went_while_the_client_was_busy(how):
+    p, d, e = prefill(), decode(streaming(chunk(5), asyncio.Event())), decode(speaking(6), name="decode-1")
+    async with serving(p, d, e) as service:
         chunks = service.legs.run(token_request())
         assert (await anext(chunks)).token_ids == [5]
         service.loses("decode-0", how)
-        with pytest.raises(ServingError, match=r"^the answer broke off: decode-0: went out of service$"):
-            await asyncio.wait_for(anext(chunks), WAIT_S)
+        assert tokens_of([one async for one in chunks]) == [6]
+
+
+async def test_a_request_under_which_two_engines_ended_is_not_given_a_third():
+    lasting = [mixed(streaming(chunk(token), asyncio.Event()), name=f"mixed-{token}") for token in (5, 6)]
+    last = mixed(name="mixed-9")
+    async with serving(*lasting, last) as service:
+        task = asyncio.create_task(service.fails(sampling={"max_tokens": 9}))
+        for number, engine in enumerate(lasting):
+            await engine.call()
+            await holds(lambda number=number: len(service.chunks) > number)
+            service.loses(engine.name, "gone")
+        error = await asyncio.wait_for(task, WAIT_S)
+    told = "mixed-5: went out of service; mixed-6: went out of service"
+    assert (error.message, error.status) == (f"no engine could serve this request: {told}", 503)
+    assert (tokens_of(service.chunks), last.calls) == ([5, 6], [])
+
+
+async def test_two_lost_connections_are_no_two_ended_engines(monkeypatch):
+    monkeypatch.setattr(life, "_NOTICE_S", 0.0)
+    engines = [mixed(cutting(), name="mixed-0"), mixed(cutting(), name="mixed-1"), mixed(name="mixed-2")]
+    async with serving(*engines) as service:
+        assert tokens_of(await service.ask()) == [8, 9]
 
 
 async def test_a_colocated_leg_ends_when_its_engine_goes_out_of_service():
@@ -654,10 +948,19 @@ async def test_without_engines_the_service_is_not_available():
 
 
 async def test_when_every_engine_fails_each_fault_is_told():
-    async with serving(prefill(refusing(500, "a")), decode(refusing(500, "b"))) as service:
-        expected = "no engine could serve this request: prefill-0: a; decode-0: b"
-        assert await service.refused() == (expected, 502)
-    assert service.record.error == expected
+    async with serving(prefill(refusing(500, "a")), decode(refusing(503, "b"))) as service:
+        error = await service.fails()
+    assert (error.message, error.status) == ("no engine could serve this request: prefill-0: a; decode-0: b", 503)
+    assert error.error["message"] == "b"
+
+
+async def test_without_an_engine_that_answers_the_service_is_not_available():
+    with nobody_listens() as url:
+        async with serving(dead("prefill-0", "prefill", url), dead("decode-0", "decode", url)) as service:
+            message, status = await service.refused()
+    assert status == 503
+    assert message.startswith("no engine could serve this request: prefill-0: cannot be reached (")
+    assert "; decode-0: cannot be reached (" in message
 
 
 async def test_the_third_attempt_is_colocated():
@@ -669,13 +972,15 @@ async def test_the_third_attempt_is_colocated():
     assert service.record.reason.startswith("split failed (prefill-0: ")
 
 
-async def test_three_attempts_are_enough():
-    broken = [decode(refusing(500), name=f"decode-{number}") for number in range(4)]
-    async with serving(prefill(), *broken) as service:
+async def test_three_attempts_are_enough(monkeypatch):
+    monkeypatch.setattr(life, "_NOTICE_S", 0.0)
+    broken = [prefill(refusing(500), name=f"prefill-{number}") for number in range(3)]
+    last = [decode(cutting(), name="decode-0"), decode(name="decode-1")]
+    async with serving(*broken, *last) as service:
         _, status = await service.refused()
-    assert status == 502
-    served = [[leg for leg in one.legs() if leg != "release"] for one in broken]
-    assert served == [["decode"], ["decode"], ["decode"], []]
+    assert status == 503
+    assert sum(len(one.calls) for one in (*broken, *last)) == 3
+    assert service.record.attempts == 3
 
 
 # the client goes away
@@ -701,18 +1006,18 @@ async def test_cancelling_before_decodes_first_token_releases_the_kv():
         call = await d.call()
         await cancelled(task)
         assert service.outstanding() == {}
-        assert service.legs.releases_pending == 1
+        assert service.legs.releases.pending == 1
         await call.end()
         assert call.cancelled
-        release = await d.call(1)
-        await release.end()
-        assert (release.leg, release.body["kv_transfer_params"]) == ("release", HANDED_OVER)
+        releasing = await d.call(1)
+        await releasing.end()
+        assert (releasing.leg, releasing.body["kv_transfer_params"]) == ("release", HANDED_OVER)
     assert service.record.finish_reason == "abort"
 
 
 async def test_cancelling_a_decode_leg_that_was_accepted_releases_nothing(monkeypatch):
     """Decode tells prefill itself."""
-    accepted, original = asyncio.Event(), life.stream
+    accepted, original = asyncio.Event(), tokens.stream
 
     def stream(*arguments):
         def on_accepted():
@@ -721,13 +1026,13 @@ async def test_cancelling_a_decode_leg_that_was_accepted_releases_nothing(monkey
 
         return original(*arguments[:-1], on_accepted)
 
-    monkeypatch.setattr(life, "stream", stream)
+    monkeypatch.setattr(tokens, "stream", stream)
     p, d = prefill(), decode(streaming(b": waiting\n\n", asyncio.Event()))
     async with serving(p, d) as service:
         task = asyncio.create_task(service.ask())
         await asyncio.wait_for(accepted.wait(), WAIT_S)
         await cancelled(task)
-        assert service.legs.releases_pending == 0
+        assert service.legs.releases.pending == 0
         await d.calls[0].end()
         assert d.calls[0].cancelled
     assert d.legs() == ["decode"]
@@ -738,12 +1043,12 @@ async def test_cancelling_between_the_legs_releases_the_kv():
     p, d = prefill(), decode(speaking(5))
     async with serving(p, d, connector=SeedingConnector()) as service:
         chunks = service.legs.run(token_request())
-        assert (await anext(chunks)).token_ids == (7,)
+        assert (await anext(chunks)).token_ids == [7]
         assert d.calls == []
         await chunks.aclose()
         assert service.outstanding() == {}
-        release = await d.call()
-        assert (release.leg, release.body["kv_transfer_params"]) == ("release", HANDED_OVER)
+        releasing = await d.call()
+        assert (releasing.leg, releasing.body["kv_transfer_params"]) == ("release", HANDED_OVER)
     assert service.record.finish_reason == "abort"
 
 
@@ -756,7 +1061,7 @@ async def test_cancelling_behind_decodes_first_token_ends_it_and_releases_nothin
         await chunks.aclose()
         await d.calls[0].end()
         assert d.calls[0].cancelled
-        assert service.legs.releases_pending == 0
+        assert service.legs.releases.pending == 0
     assert d.legs() == ["decode"]
     assert (service.record.finish_reason, service.record.completion_tokens) == ("abort", 1)
 
@@ -795,35 +1100,39 @@ async def test_an_engine_that_cannot_release_leaves_it_to_the_next():
     assert legs == [["decode", "release"], ["release"]]
 
 
-async def test_an_engine_that_releases_too_slowly_leaves_it_to_the_next(caplog, monkeypatch):
-    d, e = decode(hanging(), speaking(5)), decode(hanging(), name="decode-1")
-    async with serving(prefill(), d, e) as service:
-        task = asyncio.create_task(service.ask())
-        await d.call()
-        monkeypatch.setattr(life, "_RELEASE_TIMEOUT_S", 0.1)
-        await cancelled(task)
-        await holds(lambda: service.legs.releases_pending == 0)
-    assert (d.legs(), e.legs()) == (["decode", "release"], ["release"])
-    assert [one for one in caplog.messages if "gen-1" in one] == ["releasing KV of gen-1 at decode-1: too slow"]
-
-
 async def test_kv_that_nobody_can_release_is_left_to_its_lease_with_a_word(caplog):
-    _, legs = await held_without_a_taker(decode(hanging(), refusing(500)))
+    service, legs = await held_without_a_taker(decode(hanging(), refusing(500)))
     assert legs == [["decode", "release"]]
-    assert "KV of gen-1 is left to its lease: no decode engine could release it" in caplog.messages
+    told = f"KV of {service.record.generation_id}: no engine confirmed its release"
+    assert told in caplog.messages
+    assert service.legs.releases.unconfirmed == 1
+
+
+async def test_kv_is_released_where_decode_hangs(monkeypatch):
+    """The release leg is ended, which makes its engine tell prefill all the same."""
+    monkeypatch.setattr(release, "_PATIENCE_S", 0.05)
+    d = decode(hanging())
+    async with serving(prefill(), d, aborts=True) as service:
+        task = asyncio.create_task(service.ask())
+        leg = await d.call()
+        await cancelled(task)
+        ending = await d.call(1)
+        assert (await d.abort(), await d.abort(1)) == (engine_id(leg), engine_id(ending))
+        await ending.end()
+        assert (ending.leg, ending.cancelled) == ("release", True)
 
 
 async def test_closing_gives_up_on_a_release_that_takes_too_long(monkeypatch):
+    monkeypatch.setattr(release, "_CLOSE_S", 0.05)
     d = decode(hanging())
     async with serving(prefill(), d) as service:
         task = asyncio.create_task(service.ask())
         await d.call()
         await cancelled(task)
-        release = await d.call(1)
-        monkeypatch.setattr(life, "_RELEASE_TIMEOUT_S", 0.05)
-        await asyncio.wait_for(service.legs.close(), 1.0)
-        await release.end()
-        assert (release.leg, release.cancelled) == ("release", True)
+        ending = await d.call(1)
+        await asyncio.wait_for(service.legs.close(), 0.8)
+        await ending.end()
+        assert (ending.leg, ending.cancelled) == ("release", True)
 
 
 async def test_closing_waits_for_releases():
@@ -838,7 +1147,7 @@ async def test_closing_waits_for_releases():
         assert not closing.done()
         hold.set()
         await asyncio.wait_for(closing, WAIT_S)
-        assert service.legs.releases_pending == 0
+        assert service.legs.releases.pending == 0
 
 
 # connectors that hand over the first token
@@ -850,7 +1159,7 @@ async def test_the_first_token_comes_from_prefill_and_decode_continues_after_it(
     d = decode(streaming(hold, chunk(8), chunk(9, finish_reason="length"), usage(3), DONE))
     async with serving(p, d, connector=SeedingConnector()) as service:
         chunks = service.legs.run(token_request(sampling={"temperature": 0.0, "max_tokens": 3, "top_k": 5}))
-        assert await asyncio.wait_for(anext(chunks), WAIT_S) == TokenChunk((7,), cached_tokens=2)
+        assert await asyncio.wait_for(anext(chunks), WAIT_S) == TokenChunk([7], cached_tokens=2)
         hold.set()
         rest = [one async for one in chunks]
     assert [(list(one.token_ids), one.finish_reason, one.cached_tokens) for one in rest] == [
@@ -879,7 +1188,7 @@ async def test_an_answer_of_one_token_needs_no_decode_and_releases_the_kv(finish
     async with serving(p, d, connector=SeedingConnector()) as service:
         (only,) = await service.ask(sampling={"temperature": 0.0, "max_tokens": limit})
         await service.legs.close()
-    assert (only.token_ids, only.finish_reason) == ((7,), expected)
+    assert (only.token_ids, only.finish_reason) == ([7], expected)
     assert d.legs() == ["release"]
     assert service.record.finish_reason == expected
 
@@ -901,10 +1210,315 @@ async def test_a_token_without_kv_behind_it_is_not_handed_over():
     assert service.record.split is False
 
 
-async def test_decode_that_fails_behind_prefills_token_breaks_the_answer_off_and_releases_the_kv():
-    p, d, e = prefill(), decode(refusing(500)), decode(name="decode-1")
+async def test_decode_that_fails_behind_prefills_token_is_continued_elsewhere_and_its_kv_released():
+    p, d, e = prefill(), decode(refusing(500)), decode(speaking(8), name="decode-1")
     async with serving(p, d, e, connector=SeedingConnector()) as service:
-        assert await service.refused() == ("the answer broke off: decode-0: not today", 502)
+        assert tokens_of(await service.ask()) == [7, 8]
         await service.legs.close()
-    assert tokens_of(service.chunks) == [7]
-    assert e.legs() == ["release"]
+    assert p.calls[1].body["token_ids"] == [11, 12, 13, 7]
+    assert p.calls[1].body["sampling_params"]["min_tokens"] == 1  # its token is not used
+    (again,) = [call for call in e.calls if call.leg == "decode"]
+    assert again.body["token_ids"] == [11, 12, 13, 7]
+    assert sorted(e.legs()) == ["decode", "release"]
+
+
+async def test_a_decode_that_is_full_behind_prefills_token_is_replaced():
+    p, d, e = prefill(), decode(refusing(503)), decode(speaking(8), name="decode-1")
+    async with serving(p, d, e, connector=SeedingConnector()) as service:
+        assert tokens_of(await service.ask()) == [7, 8]
+    assert (p.legs(), d.legs(), e.legs()) == (["prefill"], ["decode"], ["decode"])
+    assert e.calls[0].body["token_ids"] == [11, 12, 13, 7]
+    assert service.record.resumes == 0
+
+
+# log-probabilities of the prompt
+
+TOLD = [None, {"12": {"logprob": -2.0, "rank": 1}}, {"13": {"logprob": -1.0, "rank": 1}}]
+READ = [TokenLogprobs([12], [-2.0], 1), TokenLogprobs([13], [-1.0], 1)]
+
+
+def telling(*tokens: int, told: object = TOLD) -> Reply:
+    """A whole answer with the prompt's log-probabilities."""
+    choice = {"index": 0, "token_ids": list(tokens), "finish_reason": "length"}
+    usage = {"prompt_tokens": 3, "completion_tokens": len(tokens), "prompt_tokens_details": {"cached_tokens": 0}}
+    return json_answer(
+        {"choices": [choice], "usage": usage, "prompt_logprobs": told, "kv_transfer_params": HANDED_OVER}
+    )
+
+
+async def test_the_prompts_log_probabilities_are_prefills_and_come_first():
+    p, d = prefill(telling(7)), decode()
+    async with serving(p, d) as service:
+        chunks = await service.ask(prompt_logprobs=0)
+    assert [one.prompt_logprobs for one in chunks] == [READ, None]
+    assert p.calls[0].body["sampling_params"]["prompt_logprobs"] == 0
+    assert "prompt_logprobs" not in d.calls[0].body["sampling_params"]
+    assert service.record.split is True
+
+
+async def test_a_colocated_request_with_them_is_not_streamed():
+    m = mixed(telling(8, 9))
+    async with serving(m) as service:
+        (only,) = await service.ask(prompt_logprobs=0)
+    assert (list(only.token_ids), only.finish_reason, only.prompt_logprobs) == ([8, 9], "length", READ)
+    assert only.cached_tokens == 0
+    assert (m.calls[0].body["stream"], m.calls[0].body["sampling_params"]["prompt_logprobs"]) == (False, 0)
+
+
+@pytest.mark.parametrize("told", [None, [], [None], "x", [None, {}, {}]])
+async def test_a_prefill_that_tells_them_wrongly_is_replaced(told):
+    p, q, d = prefill(telling(7, told=told)), prefill(telling(7), name="prefill-1"), decode()
+    async with serving(p, q, d) as service:
+        chunks = await service.ask(prompt_logprobs=0)
+    if told:
+        assert chunks[0].prompt_logprobs == READ
+        assert service.record.prefill_engine == "prefill-1"
+    else:
+        assert (chunks[0].prompt_logprobs, service.record.prefill_engine) == (None, "prefill-0")
+
+
+async def test_they_are_told_once_also_where_the_answer_breaks_off():
+    p = prefill(telling(7), whole(7))
+    d, e = decode(streaming(chunk(5), cut=True)), decode(speaking(6), name="decode-1")
+    async with serving(p, d, e) as service:
+        chunks = await service.ask(prompt_logprobs=0)
+    assert [(list(one.token_ids), one.prompt_logprobs) for one in chunks] == [([5], READ), ([6], None)]
+    assert "prompt_logprobs" not in p.calls[1].body["sampling_params"]
+
+
+# what clients steer, where they may
+
+
+async def test_a_client_that_steers_the_transfer_is_served_as_it_says():
+    p, d = prefill(), decode()
+    async with serving(p, d) as service:
+        await service.ask(kv_transfer_params={"mine": 1})
+    assert (p.calls, d.calls[0].body["kv_transfer_params"]) == ([], {"mine": 1})
+    assert service.record.reason == "the client steers the transfer"
+
+
+# time
+
+
+def owner_of(seconds: float) -> RequestRecord:
+    """A request whose client waits so long."""
+    owner = Journal().open("req-1", "/v1/completions")
+    owner.deadline_s = now_s() + seconds
+    return owner
+
+
+LATE = ("the request's deadline has passed", 504)
+
+
+async def test_a_deadline_ends_the_prefill_leg():
+    p, d = prefill(hanging()), decode()
+    async with serving(p, d, aborts=True) as service:
+        with owned_by(owner_of(0.05)):
+            assert await service.refused() == LATE
+        assert await p.abort() == engine_id(p.calls[0])
+        await p.calls[0].end()
+    assert d.calls == []
+
+
+async def test_a_deadline_ends_the_decode_leg_and_releases_the_kv():
+    p, d = prefill(), decode(hanging(), speaking(5))
+    async with serving(p, d, aborts=True) as service:
+        with owned_by(owner_of(0.1)):
+            assert await service.refused() == LATE
+        await d.calls[0].end()
+        assert await d.abort() == engine_id(d.calls[0])
+        assert (await d.call(1)).leg == "release"
+
+
+async def test_a_deadline_ends_an_answer_also_one_that_could_be_continued():
+    d, e = decode(streaming(chunk(5), asyncio.Event())), decode(name="decode-1")
+    async with serving(prefill(), d, e) as service:
+        with owned_by(owner_of(0.2)):
+            assert await service.refused() == LATE
+    assert (tokens_of(service.chunks), e.calls) == ([5], [])
+
+
+async def test_a_deadline_that_has_passed_is_that_whatever_else_is_waited_for():
+    async with serving(mixed(hanging()), patience=Patience(silence_s=None)) as service:
+        with owned_by(owner_of(-1.0)):
+            assert await service.refused() == LATE
+
+
+async def test_a_deadline_that_does_not_pass_changes_nothing():
+    async with serving(prefill(), decode()) as service:
+        with owned_by(owner_of(60.0)):
+            assert tokens_of(await service.ask()) == [5, 6]
+
+
+IMPATIENT = Patience(silence_s=0.1)
+
+
+async def test_a_prefill_that_says_nothing_is_replaced():
+    p, q, d = prefill(hanging()), prefill(name="prefill-1"), decode()
+    async with serving(p, q, d, patience=IMPATIENT) as service:
+        assert tokens_of(await service.ask()) == [5, 6]
+    assert service.record.reason == "a pair is ready (prefill-0: said nothing for 0.1 s)"
+
+
+async def test_a_decode_that_says_nothing_is_replaced():
+    d, e = decode(hanging()), decode(name="decode-1")
+    async with serving(prefill(), d, e, patience=IMPATIENT) as service:
+        assert tokens_of(await service.ask()) == [5, 6]
+    assert service.record.decode_engine == "decode-1"
+
+
+async def test_a_decode_that_falls_silent_is_continued_elsewhere():
+    d, e = decode(streaming(chunk(5), asyncio.Event())), decode(speaking(6), name="decode-1")
+    async with serving(prefill(), d, e, patience=IMPATIENT) as service:
+        assert tokens_of(await service.ask()) == [5, 6]
+    assert service.record.resumes == 1
+
+
+@pytest.mark.parametrize("sampling", [{}, {"seed": 7, "temperature": 0.7}])
+async def test_an_engine_that_speaks_slowly_is_not_silent(sampling):
+    """Also where the answer is kept until its end."""
+
+    async def reply(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        for token in range(5):
+            await asyncio.sleep(0.05)
+            await answer.write(sse(chunk(token, finish_reason="length" if token == 4 else None)))
+        return answer
+
+    async with serving(mixed(reply), patience=Patience(silence_s=0.15)) as service:
+        chunks = await service.ask(sampling={"max_tokens": 5, "temperature": 0.0} | sampling, whole=True)
+    assert [list(one.token_ids) for one in chunks] == [[0], [1], [2], [3], [4]]
+
+
+# the client goes away, and engines can be told
+
+
+def engine_id(call: Call) -> str:
+    return f"generate-tokens-{call.headers['X-Request-Id']}"
+
+
+async def test_a_prefill_leg_is_aborted_at_once():
+    p = prefill(hanging())
+    async with serving(p, decode(), aborts=True) as service:
+        task = asyncio.create_task(service.ask())
+        call = await p.call()
+        async with asyncio.timeout(AT_ONCE_S):
+            await cancelled(task)
+            assert await p.abort() == engine_id(call)
+
+
+async def test_a_decode_leg_is_aborted_at_once():
+    d = decode(streaming(chunk(5), asyncio.Event()))
+    async with serving(prefill(), d, aborts=True) as service:
+        task = asyncio.create_task(service.ask())
+        await holds(lambda: service.chunks)
+        async with asyncio.timeout(AT_ONCE_S):
+            await cancelled(task)
+            assert await d.abort() == engine_id(d.calls[0])
+            await d.calls[0].end()
+
+
+async def test_a_decode_leg_that_has_not_answered_is_aborted_at_once_and_its_kv_released():
+    d = decode(hanging(), speaking(5))
+    async with serving(prefill(), d, aborts=True) as service:
+        task = asyncio.create_task(service.ask())
+        call = await d.call()
+        async with asyncio.timeout(AT_ONCE_S):
+            await cancelled(task)
+            assert await d.abort() == engine_id(call)
+            assert (await d.call(1)).leg == "release"
+
+
+async def test_a_leg_that_ended_by_itself_is_not_aborted():
+    p, d = prefill(), decode()
+    async with serving(p, d, aborts=True) as service:
+        await service.ask()
+        d.replies = [refusing(500), speaking(5, 6)]
+        await service.ask()
+        await service.legs.close()
+    assert (p.aborted, d.aborted) == ([], [])
+
+
+async def test_an_engine_that_has_no_such_endpoint_is_not_asked():
+    d = decode(streaming(chunk(5), asyncio.Event()))
+    async with serving(prefill(), d) as service:
+        task = asyncio.create_task(service.ask())
+        await holds(lambda: service.chunks)
+        await cancelled(task)
+        await d.calls[0].end()
+        await service.legs.close()
+    assert d.aborted == []
+
+
+async def test_kv_of_a_prefill_leg_that_answers_when_its_client_has_left_is_released():
+    answer = asyncio.Event()
+    content = json.dumps({"kv_transfer_params": HANDED_OVER, "choices": []}).encode()
+    p, d = prefill(streaming(answer, content)), decode(speaking(5))
+    async with serving(p, d, aborts=True) as service:
+        task = asyncio.create_task(service.ask())
+        await p.call()
+        await cancelled(task)
+        assert service.outstanding() == {}
+        await p.abort()
+        answer.set()
+        releasing = await d.call()
+        assert (releasing.leg, releasing.body["kv_transfer_params"]) == ("release", HANDED_OVER)
+
+
+async def test_an_abort_that_overtook_its_request_is_repeated():
+    p = prefill(hanging())
+    async with serving(p, decode(), aborts=True) as service:
+        task = asyncio.create_task(service.ask())
+        call = await p.call()
+        await cancelled(task)
+        assert {await p.abort(), await p.abort(1)} == {engine_id(call)}
+
+
+async def test_a_client_that_leaves_while_its_prefill_fails_leaves_nothing():
+    """The failure of a leg that nobody waits for is nobody's."""
+    answer = asyncio.Event()
+    p = prefill(streaming(answer, b"{oops"))
+    async with serving(p, decode(), aborts=True) as service:
+        task = asyncio.create_task(service.ask())
+        await p.call()
+        await cancelled(task)
+        answer.set()
+        await service.legs.close()
+
+
+@pytest.mark.parametrize("aborts", [True, False])
+async def test_clients_that_leave_at_any_moment_leave_nothing_behind(aborts):
+    """Charges, counts, tasks and releases: ``serving`` looks."""
+    dice = random.Random(7)
+    never = asyncio.Event()
+    prefills = [
+        prefill(
+            *dice.choices([whole(), whole(), whole(), hanging(), cutting(), refusing(503)], k=40), name=f"prefill-{n}"
+        )
+        for n in (0, 1)
+    ]
+    said = [
+        speaking(5, 6),
+        streaming(chunk(5), never),
+        hanging(),
+        refusing(500),
+        refusing(429),
+        cutting(),
+        streaming(chunk(5), cut=True),
+        streaming(b": waiting\n\n", never),
+    ]
+    decodes = [decode(*dice.choices(said, k=80), speaking(5, 6), name=f"decode-{n}") for n in (0, 1)]
+    async with serving(*prefills, *decodes, aborts=aborts, patience=Patience(silence_s=0.3)) as service:
+
+        async def client() -> None:
+            with contextlib.suppress(ServingError, TimeoutError):
+                async with asyncio.timeout(dice.random() * 0.2):
+                    async for _ in service.legs.run(token_request()):
+                        if dice.random() < 0.1:
+                            break
+
+        await asyncio.gather(*(client() for _ in range(150)))
+        assert service.legs.running == 0
+        assert service.outstanding() == {}
+    assert len(service.records) == 150

@@ -1,9 +1,12 @@
 import asyncio
+import contextlib
 import json
 
 import aiohttp
 import pytest
 from aiohttp import web
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from helpers.engines import (
     DONE,
@@ -21,8 +24,21 @@ from helpers.engines import (
     usage,
     whole,
 )
-from trivet.legs.wire import LegError, generate, open_session, read_logprobs, stream
+from trivet.legs import wire
+from trivet.legs.wire import (
+    LegError,
+    abort,
+    dump,
+    generate,
+    open_session,
+    post,
+    read_logprobs,
+    read_prompt_logprobs,
+    reading,
+    stream,
+)
 from trivet.render.contract import TokenChunk, TokenLogprobs
+from trivet.routing.engines import EngineView
 
 BODY = {"token_ids": [1], "sampling_params": {"max_tokens": 2}}
 HEADERS = {"X-Request-Id": "gen-1-decode"}
@@ -44,6 +60,9 @@ async def read(session: aiohttp.ClientSession, engine: FakeEngine, **sampling) -
     """All chunks that the engine's next answer gives."""
     body = {**BODY, "sampling_params": {**BODY["sampling_params"], **sampling}}
     return [one async for one in stream(session, engine.name, engine.url, body, HEADERS)]
+
+
+GONE = "closed the connection without an answer"
 
 
 async def fault(coroutine) -> tuple[str, int | None]:
@@ -83,7 +102,7 @@ async def test_token_ids_that_are_keys_are_sent_as_json_has_them(session, engine
         (json_answer({"message": "flat"}, 500), ("flat", 500)),
         (json_answer({"error": "in words"}, 500), ("in words", 500)),
         (json_answer({"detail": "x"}, 404), ("{'detail': 'x'}", 404)),
-        (json_answer(["a"], 500), ('HTTP 500: ["a"]', 500)),
+        (json_answer(["a"], 500), ("['a']", 500)),
         (raw_answer(b"<h1>Bad Gateway</h1>\n", 502), ("HTTP 502: <h1>Bad Gateway</h1>", 502)),
         (raw_answer(b"", 500), ("HTTP 500", 500)),
         (raw_answer(b"\xff" * 300, 500), ("HTTP 500: " + "\ufffd" * 200, 500)),
@@ -116,16 +135,284 @@ async def test_nobody_at_the_address_is_a_fault(session):
             anext(stream(session, "decode-0", url, BODY, HEADERS)),
         ):
             problem, status = await fault(leg)
-            assert problem.startswith("no answer (ClientConnectorError: ")
+            assert problem.startswith("cannot be reached (")
             assert status is None
 
 
 async def test_a_connection_that_closes_instead_of_an_answer_is_a_fault(session, engine):
     engine.replies = [cutting()]
+    assert await fault(generate(session, engine.name, engine.url, BODY, HEADERS)) == (GONE, None)
+    assert await fault(read(session, engine)) == (GONE, None)
+
+
+async def error_of(coroutine) -> LegError:
+    with pytest.raises(LegError) as caught:
+        await coroutine
+    return caught.value
+
+
+# what a fault says of its engine
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_an_engine_that_is_full_has_not_begun(session, engine, status):
+    engine.replies = [refusing(status)]
     for leg in (generate(session, engine.name, engine.url, BODY, HEADERS), read(session, engine)):
-        problem, status = await fault(leg)
-        assert problem.startswith("no answer (")
-        assert status is None
+        error = await error_of(leg)
+        assert (error.executed, error.died, error.status) == (False, False, status)
+
+
+@pytest.mark.parametrize("status", [400, 404, 500, 502, 504])
+async def test_an_engine_that_answers_lives_and_may_have_begun(session, engine, status):
+    engine.replies = [refusing(status)]
+    for leg in (generate(session, engine.name, engine.url, BODY, HEADERS), read(session, engine)):
+        error = await error_of(leg)
+        assert (error.executed, error.died, error.status) == (True, False, status)
+        assert error.error == {"message": "not today", "type": "Error", "param": None, "code": status}
+
+
+async def test_an_engine_that_cannot_be_reached_has_not_begun(session):
+    with nobody_listens() as url:
+        error = await error_of(generate(session, "decode-0", url, BODY, HEADERS))
+    assert (error.executed, error.died, error.status) == (False, True, None)
+
+
+async def test_an_engine_whose_host_does_not_answer_has_not_begun():
+    """A host without power answers no SYN."""
+
+    class Silent(aiohttp.TCPConnector):
+        async def _create_connection(self, *_):
+            raise TimeoutError
+
+    async with aiohttp.ClientSession(connector=Silent()) as session:
+        error = await error_of(generate(session, "decode-0", "http://127.0.0.1:1", BODY, HEADERS))
+    assert (error.executed, error.died, error.status) == (False, True, None)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [cutting(), streaming(chunk(5), cut=True), streaming(chunk(5))],
+    ids=["closed", "cut", "ends"],
+)
+async def test_an_engine_that_breaks_off_may_have_died(session, engine, reply):
+    engine.replies = [reply]
+    error = await error_of(read(session, engine))
+    assert (error.executed, error.died) == (True, True)
+
+
+async def test_an_engine_that_ends_its_stream_in_order_lives(session, engine):
+    engine.replies = [streaming(usage(), DONE)]
+    error = await error_of(read(session, engine))
+    assert (error.executed, error.died, error.status) == (True, False, 502)
+
+
+@pytest.mark.parametrize(("reason", "status", "died"), [("error", 500, False), ("abort", None, True)])
+async def test_finish_reasons_that_are_none_of_an_answers_are_faults(session, engine, reason, status, died):
+    engine.replies = [whole(7, finish=reason), streaming(chunk(5), chunk(6, finish_reason=reason), usage(), DONE)]
+    for leg in (generate(session, engine.name, engine.url, BODY, HEADERS), read(session, engine)):
+        error = await error_of(leg)
+        assert (error.status, error.died) == (status, died)
+        assert error.problem.endswith(f"(finish_reason {reason})")
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [
+        (500, 1000, 500),
+        (500, 0, 500),
+        (500, True, 500),
+        (500, 200, 500),
+        (500, "404", 500),
+        (500, None, 500),
+        (500, 404, 404),
+        (302, None, 502),
+        (204, None, 502),
+        (520, None, 520),
+        (499, None, 499),
+    ],
+)
+async def test_only_what_can_be_answered_with_is_a_status(session, engine, status, code, expected):
+    engine.replies = [json_answer({"error": {"message": "no", "code": code}}, status)]
+    assert (await error_of(generate(session, engine.name, engine.url, BODY, HEADERS))).status == expected
+
+
+# anything an engine could send
+
+
+@contextlib.asynccontextmanager
+async def raw_engine(content: bytes):
+    """The address of a server that answers whatever it is asked with these bytes, and closes."""
+    handlers = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        handlers.append(asyncio.current_task())
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+            await reader.readexactly(length)
+            writer.write(content)
+            await writer.drain()
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        await asyncio.gather(*handlers)
+
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+ODD_CHOICES = [
+    [1],
+    5,
+    "x",
+    [{"token_ids": "ab"}],
+    [{"token_ids": 5}],
+    [{"token_ids": [None]}],
+    [{"token_ids": [-1]}],
+    [{"token_ids": [2**40]}],
+    [{"token_ids": [5], "finish_reason": 5}],
+    [{"token_ids": [5], "finish_reason": {}}],
+    [{"token_ids": [5], "finish_reason": "stop", "stop_reason": [1]}],
+    [{"token_ids": [5], "logprobs": [1]}],
+    [{"token_ids": [5], "logprobs": {"content": [{}]}}],
+    [{"token_ids": [5], "logprobs": {"content": [{"token_id": 5, "logprob": "x"}]}}],
+    [{"token_ids": [5], "logprobs": {"content": [{"token": "x", "logprob": 0}]}}],
+    [{"token_ids": [5], "logprobs": {"content": [{"token_id": 5, "logprob": 0, "top_logprobs": [1]}]}}],
+]
+ODD_USAGE = [5, "x", [1], {"prompt_tokens_details": [1]}, {"prompt_tokens_details": {"cached_tokens": "x"}}]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [*({"choices": odd} for odd in ODD_CHOICES), *({"choices": [], "usage": odd} for odd in ODD_USAGE)],
+    ids=json.dumps,
+)
+async def test_an_event_of_another_form_is_a_fault(session, engine, event):
+    engine.replies = [streaming(chunk(5), event, DONE)]
+    tokens, problem, status = await received_and_fault(session, engine)
+    assert (tokens, status) == ([5], 502)
+    assert problem.startswith("sent what cannot be read (")
+
+
+RANDOM = st.binary(max_size=300) | st.sampled_from(
+    [
+        b"",
+        b"\r\n\r\n",
+        b"HTTP/1.1 200",
+        b"HTTP/1.1 999 ?\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nX: " + b"y" * 20000 + b"\r\n\r\n",
+        OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        OK + b"Transfer-Encoding: chunked\r\n\r\n5\r\nab",
+        OK + b"Content-Encoding: gzip\r\n\r\nnot gzip",
+        OK + b"Content-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    ]
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(RANDOM | RANDOM.map(lambda body: OK + b"\r\n" + body) | RANDOM.map(lambda body: OK + b"\r\ndata: " + body))
+def test_whatever_bytes_an_engine_sends_are_a_fault_and_nothing_else(content):
+    async def ask() -> None:
+        async with raw_engine(content) as url, open_session() as session:
+            for leg in (generate(session, "e", url, BODY, HEADERS), drain(stream(session, "e", url, BODY, HEADERS))):
+                with contextlib.suppress(LegError):
+                    await leg
+
+    asyncio.run(ask())
+
+
+async def drain(chunks) -> list:
+    return [one async for one in chunks]
+
+
+KEYS = st.sampled_from(
+    [
+        "choices", "token_ids", "finish_reason", "usage", "prompt_tokens_details", "cached_tokens", "logprobs",
+        "content", "logprob", "top_logprobs", "token_id", "error", "message", "code", "rank", "stop_reason",
+    ]
+)  # fmt: skip
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=200)
+@given(JSON)
+def test_whatever_json_an_event_is_it_is_read_or_a_fault(event):
+    data = json.dumps(event).encode()
+    chunks, cached = [], None
+    with contextlib.suppress(LegError):
+        chunks, cached = wire._read_event("decode-0", data)
+    assert cached is None or isinstance(cached, int)
+    for one in chunks:
+        assert all(isinstance(token, int) for token in one.token_ids)
+        assert one.finish_reason is None or isinstance(one.finish_reason, str)
+
+
+@settings(max_examples=200)
+@given(JSON, st.sampled_from([200, 204, 301, 400, 429, 500, 503, 599, 700]))
+def test_whatever_json_a_refusal_is_it_has_a_status_and_words(body, status):
+    error = wire.refusal("decode-0", json.dumps(body).encode(), status)
+    assert 400 <= error.status < 600
+    assert isinstance(error.problem, str)
+    assert error.error is None or isinstance(error.error, dict)
+
+
+async def test_an_end_of_a_leg_that_its_owner_makes_is_no_fault_of_the_engine(session, engine):
+    engine.replies = [streaming(chunk(5), asyncio.Event())]
+    with pytest.raises(ValueError, match="mine"):
+        async with post(session, engine.name, engine.url, b"{}", HEADERS):
+            raise ValueError("mine")
+    await engine.calls[0].end()
+    assert engine.calls[0].cancelled
+
+
+def test_what_cannot_be_read_is_told_of_its_engine():
+    with pytest.raises(LegError, match=r"^decode-0: sent what cannot be read \(KeyError: 'x'\)$"), reading("decode-0"):
+        {}["x"]
+
+
+# bodies
+
+
+@pytest.mark.parametrize("value", ["\ud800", 2**70, {"a": ["\udc00", -(2**64)]}])
+def test_what_pythons_json_can_say_is_sent(value):
+    """Clients may send it, and vLLM's server reads it."""
+    assert json.loads(dump({"a": value, "b": {5: 1}})) == {"a": value, "b": {"5": 1}}
+
+
+# ending a leg by its id
+
+
+async def test_an_abort_names_the_request_and_has_the_engines_key(session, engine):
+    await abort(session, engine.view(api_key="secret"), "generate-tokens-1")
+    assert engine.aborted == ["generate-tokens-1"]
+
+
+@pytest.mark.parametrize("reply", ["nobody", "hangs"])
+async def test_an_abort_that_cannot_be_told_is_no_fault(session, monkeypatch, reply):
+    monkeypatch.setattr(wire, "_ABORT_TIMEOUT", aiohttp.ClientTimeout(total=0.05))
+    if reply == "nobody":
+        with nobody_listens() as url:
+            await abort(session, EngineView("decode-0", "decode", url, ready=True), "x")
+        return
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()  # until the other side gives up
+        writer.close()
+        await writer.wait_closed()
+        ended.set()
+
+    ended = asyncio.Event()
+    async with await asyncio.start_server(hang, "127.0.0.1", 0) as server, asyncio.timeout(WAIT_S):
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        await abort(session, EngineView("decode-0", "decode", url, ready=True), "x")
+        await ended.wait()
 
 
 # streams
@@ -158,8 +445,8 @@ async def test_several_tokens_may_share_an_event(session, engine):
 
 
 async def test_a_last_event_may_have_no_token(session, engine):
-    engine.replies = [streaming(chunk(5), chunk(finish_reason="abort"), usage(), DONE)]
-    assert await read(session, engine) == [TokenChunk([5]), TokenChunk((), finish_reason="abort")]
+    engine.replies = [streaming(chunk(5), chunk(finish_reason="stop"), usage(), DONE)]
+    assert await read(session, engine) == [TokenChunk([5]), TokenChunk([], finish_reason="stop")]
 
 
 async def test_an_answer_needs_no_end_mark(session, engine):
@@ -203,11 +490,10 @@ async def test_events_may_come_byte_by_byte(session, engine):
         EVENTS.replace(b"data: ", b"data:"),
         b"event: token\nid: 1\nretry: 5\n" + EVENTS,
         b"\n\n\n" + EVENTS,
-        EVENTS.replace(b"\n\n", b"\n"),
         EVENTS + sse(chunk(99)),  # nothing counts behind the end mark
         EVENTS + sse({"error": {"message": "late", "code": 500}}) + b"data: {oops\n\n" + sse(usage(99)) + DONE,
     ],
-    ids=["CRLF", "no space", "other fields", "empty lines", "single newlines", "after the end", "faults after it"],
+    ids=["CRLF", "no space", "other fields", "empty lines", "after the end", "faults after it"],
 )
 async def test_other_forms_of_the_same_events_are_read_alike(session, engine, written):
     engine.replies = [streaming(written)]
@@ -318,7 +604,7 @@ async def test_a_stream_without_tokens_is_a_fault(session, engine, pieces):
 async def test_a_connection_that_breaks_in_the_middle_is_a_fault(session, engine):
     engine.replies = [streaming(chunk(5), cut=True)]
     tokens, problem, status = await received_and_fault(session, engine)
-    assert (tokens, problem.startswith("no answer ("), status) == ([5], True, None)
+    assert (tokens, problem, status) == ([5], "broke off its answer", None)
 
 
 async def test_a_connection_that_breaks_behind_the_finish_reason_is_none(session, engine):
@@ -438,3 +724,40 @@ def test_a_rank_that_is_not_told_counts_the_better_candidates():
     sent = json.loads(json.dumps(OLD))
     sent["content"][0]["top_logprobs"][0:1] = []
     assert read_logprobs(sent) == [TokenLogprobs([6, 4, 9], [-1.5, -0.5, -1.0], 3)]
+
+
+# log-probabilities of a prompt
+
+PROMPT_LOGPROBS = [
+    None,
+    {"12": {"logprob": -2.0, "rank": 3, "decoded_token": None}, "4": {"logprob": -0.5, "rank": 1}},
+    {"9": {"logprob": -1.0, "rank": 2}, "13": {"logprob": -0.25, "rank": 1}, "7": {"logprob": -3.0, "rank": 3}},
+]
+
+
+def test_log_probabilities_of_a_prompt_begin_with_its_second_token():
+    assert read_prompt_logprobs([11, 12, 13], PROMPT_LOGPROBS) == [
+        TokenLogprobs([12, 4], [-2.0, -0.5], 3),
+        TokenLogprobs([13, 9, 7], [-0.25, -1.0, -3.0], 1),
+    ]
+
+
+def test_a_prompt_of_one_token_has_none():
+    assert read_prompt_logprobs([11], [None]) == []
+    assert read_prompt_logprobs([11, 12], None) is None
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        [None, {"12": {"logprob": -2.0, "rank": 3}}],  # too short
+        [None, {"99": {"logprob": -2.0, "rank": 3}}, PROMPT_LOGPROBS[2]],  # not of this prompt
+        [None, None, None],
+        [None, {"12": 5}, PROMPT_LOGPROBS[2]],
+        "abc",
+        5,
+    ],
+)
+def test_log_probabilities_of_another_prompt_are_a_fault(told):
+    with pytest.raises(LegError, match="cannot be read"), reading("prefill-0"):
+        read_prompt_logprobs([11, 12, 13], told)

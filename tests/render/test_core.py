@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from helpers.processes import holds
 from helpers.token_engine import ScriptedEngine, saying
 from trivet.legs.wire import read_logprobs
-from trivet.render.contract import TokenLogprobs
+from trivet.render.contract import ServingError, TokenChunk, TokenLogprobs
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ async def test_a_request_goes_out_as_it_was_rendered(core, make_request):
     request = await asked(core, make_request(cache_salt="pepper", priority=-2, reasoning_ended=True))
     assert (request.request_id, list(request.token_ids), request.model) == ("gen-1", [1, 2, 3], "tiny")
     assert (request.cache_salt, request.priority, request.reasoning_ended) == ("pepper", -2, True)
-    assert (request.unsplittable, request.headers) == (None, {})
+    assert (request.unsplittable, request.prompt_logprobs, request.kv_transfer_params) == (None, None, None)
 
 
 async def test_an_adapter_goes_out_under_its_name(core, make_request):
@@ -77,11 +78,27 @@ async def test_an_adapter_goes_out_under_its_name(core, make_request):
     assert (await asked(core, make_request(lora_request=adapter))).model == "poems"
 
 
-async def test_what_engines_must_see_of_a_client_goes_out_as_headers(core, make_request):
-    headers = {"traceparent": "00-1-2-01"}
-    request = await asked(core, make_request(trace_headers=headers, data_parallel_rank=3, session_id="s-1"))
-    assert request.headers == {"traceparent": "00-1-2-01", "X-data-parallel-rank": "3", "X-Session-ID": "s-1"}
-    assert headers == {"traceparent": "00-1-2-01"}
+@pytest.mark.parametrize("wanted", [0, 1, -1])
+async def test_log_probabilities_of_the_prompt_are_a_wish_of_their_own(core, make_request, wanted):
+    request = await asked(core, make_request({"prompt_logprobs": wanted}))
+    assert (request.prompt_logprobs, "prompt_logprobs" in request.sampling) == (wanted, False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stop", "whole"),
+    [
+        ("FINAL_ONLY", None, True),
+        ("FINAL_ONLY", [], True),
+        ("FINAL_ONLY", ["word"], False),  # looked for while the answer is made
+        ("DELTA", None, False),
+        ("CUMULATIVE", None, False),
+    ],
+)
+async def test_who_sees_nothing_before_the_end_can_have_it_begun_anew(core, make_request, kind, stop, whole):
+    from vllm.sampling_params import RequestOutputKind
+
+    request = make_request({"stop": stop, "output_kind": getattr(RequestOutputKind, kind)})
+    assert (await asked(core, request)).whole is whole
 
 
 @pytest.mark.parametrize(
@@ -92,27 +109,27 @@ async def test_one_candidate_more_is_asked_for(core, make_request, wanted, expec
 
 
 @pytest.mark.parametrize(
-    ("extra", "expected"),
+    ("extra", "expected", "kv", "ec"),
     [
-        (None, None),
-        ({"kv_transfer_params": {"do_remote_prefill": True}}, None),
-        ({"kv_transfer_params": {}, "ec_transfer_params": {}, "mine": 1}, {"mine": 1}),
+        (None, None, None, None),
+        ({"kv_transfer_params": {"do_remote_prefill": True}}, None, {"do_remote_prefill": True}, None),
+        ({"kv_transfer_params": {}, "ec_transfer_params": {"a": 1}, "mine": 1}, {"mine": 1}, {}, {"a": 1}),
     ],
 )
-async def test_transfer_parameters_stay_here(core, make_request, extra, expected):
+async def test_transfer_parameters_are_fields_of_their_own(core, make_request, extra, expected, kv, ec):
     request = make_request({"extra_args": extra})
-    assert (await asked(core, request)).sampling.get("extra_args") == expected
+    seen = await asked(core, request)
+    assert (seen.sampling.get("extra_args"), seen.kv_transfer_params, seen.ec_transfer_params) == (expected, kv, ec)
     assert request.sampling_params.extra_args == extra
 
 
 @pytest.mark.parametrize(
     ("changes", "sampling", "message"),
     [
-        ({"prompt_token_ids": None}, {}, "prompt embeddings are not served split"),
-        ({"prompt_embeds": object()}, {}, "prompt embeddings are not served split"),
-        ({"sampling_params": None}, {}, "prompt embeddings are not served split"),
-        ({"mm_features": [object()]}, {}, "multimodal prompts are not served split"),
-        ({}, {"prompt_logprobs": 0}, "prompt_logprobs (and echo with logprobs) are not served by this gateway"),
+        ({"prompt_token_ids": None}, {}, "prompt embeddings are not served by this gateway"),
+        ({"prompt_embeds": object()}, {}, "prompt embeddings are not served by this gateway"),
+        ({"sampling_params": None}, {}, "prompt embeddings are not served by this gateway"),
+        ({"mm_features": [object()]}, {}, "multimodal prompts are not served by this gateway"),
     ],
 )
 async def test_what_token_ids_cannot_carry_is_refused_by_name(core, make_request, changes, sampling, message):
@@ -133,11 +150,26 @@ async def test_a_request_that_only_frees_kv_is_none_of_ours(core, make_request):
 
 
 async def test_tokens_come_back_in_their_order(core, make_request):
-    one = Running(core, saying([5, 6, 7], at_once=2, finish="stop", stop_reason=7))
+    one = Running(core, saying([5, 6, 7], finish="stop", stop_reason=7))
     await one.core.add_request_async(make_request())
-    first, last = await one.outputs(2)
-    assert (first.request_id, first.new_token_ids, first.finish_reason) == ("gen-1", [5, 6], None)
+    first, second, last = await one.outputs(3)
+    assert (first.request_id, first.new_token_ids, first.finish_reason) == ("gen-1", [5], None)
+    assert (second.new_token_ids, second.stop_reason) == ([6], None)
     assert (last.new_token_ids, str(last.finish_reason), last.stop_reason) == ([7], "stop", 7)
+
+
+async def test_tokens_that_came_together_come_back_one_by_one(core, make_request):
+    """As a detokenizer has them of an engine: a stop string may end the answer between them."""
+    logprobs = [spoken(5, -0.5, 1), spoken(6, -0.6, 1), spoken(7, -0.7, 1)]
+    script = saying([5, 6, 7], at_once=3, finish="stop", stop_reason=7, cached=2, logprobs=logprobs)
+    one = Running(core, script)
+    await one.core.add_request_async(make_request({"logprobs": 0}))
+    outputs = await one.outputs(3)
+    assert [output.new_token_ids for output in outputs] == [[5], [6], [7]]
+    assert [output.new_logprobs.logprobs[0][0] for output in outputs] == [-0.5, -0.6, -0.7]
+    assert [str(output.finish_reason) for output in outputs] == ["None", "None", "stop"]
+    assert [output.stop_reason for output in outputs] == [None, None, 7]
+    assert [output.prefill_stats and output.prefill_stats.num_cached_tokens for output in outputs] == [2, None, None]
 
 
 async def test_cached_tokens_come_back_with_the_first(core, make_request):
@@ -162,6 +194,55 @@ async def test_a_reason_that_vllm_does_not_know_is_an_error(core, make_request):
     await one.core.add_request_async(make_request())
     (output,) = await one.outputs(1)
     assert str(output.finish_reason) == "error"
+
+
+PROMPT = [TokenLogprobs([2, 7], [-2.0, -0.5], 2), TokenLogprobs([3, 9], [-0.25, -1.0], 1)]
+
+
+async def test_log_probabilities_of_the_prompt_come_back_with_the_first(core, make_request):
+    async def script(_):
+        yield TokenChunk([5], prompt_logprobs=PROMPT)
+        yield TokenChunk([6], finish_reason="length")
+
+    one = Running(core, script)
+    await one.core.add_request_async(make_request({"prompt_logprobs": 1}))
+    first, last = await one.outputs(2)
+    rows_of = first.new_prompt_logprobs_tensors
+    assert rows_of.logprob_token_ids.tolist() == [[2, 7], [3, 3]]
+    assert rows_of.logprobs.tolist() == [[-2.0, -0.5], [-0.25, -0.25]]
+    assert rows_of.sampled_token_ranks.tolist() == [2, 1]
+    assert last.new_prompt_logprobs_tensors is None
+
+
+async def test_a_prompt_of_one_token_has_no_log_probabilities(core, make_request):
+    async def script(_):
+        yield TokenChunk([5], finish_reason="length", prompt_logprobs=[])
+
+    one = Running(core, script)
+    await one.core.add_request_async(make_request({"prompt_logprobs": 1}, prompt_token_ids=[1]))
+    (output,) = await one.outputs(1)
+    assert output.new_prompt_logprobs_tensors is None
+
+
+class Processor:
+    """As much of vLLM's output processor as is looked at."""
+
+    def __init__(self, state) -> None:
+        self.request_states = {"gen-1": state}
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_cached_tokens_that_are_told_last_are_put_where_vllm_keeps_them(core, make_request, known):
+    async def script(_):
+        yield TokenChunk([5])
+        yield TokenChunk([6], finish_reason="length", cached_tokens=2, created_cache_tokens=None)
+
+    state = SimpleNamespace(num_cached_tokens=0, num_cache_creation_tokens=9)
+    one = Running(core, script)
+    one.core.attach(Processor(state) if known else SimpleNamespace(request_states={}))
+    await one.core.add_request_async(make_request())
+    await one.outputs(2)
+    assert (state.num_cached_tokens, state.num_cache_creation_tokens) == ((2, 0) if known else (0, 9))
 
 
 async def test_everything_that_is_ready_is_taken_in_one_go(core, make_request):
@@ -198,11 +279,32 @@ async def test_a_generation_that_is_ended_before_it_begins_reaches_no_engine(cor
     assert one.engine.requests == []
 
 
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        (400, "VLLMClientError"),
+        (404, "VLLMNotFoundError"),
+        (503, 503),
+        (504, 504),
+        (520, 502),
+        (499, 400),
+        (99999, 502),
+    ],
+)
+def test_errors_are_those_that_vllm_raises(core, status, expected):
+    error = core._as_vllm_raises(ServingError("why", status=status))
+    assert str(error) == "why"
+    if isinstance(expected, str):
+        assert type(error).__name__ == expected
+    else:
+        assert error.http_status == expected
+
+
 # rows of log-probabilities
 
 
 def rows(core, positions: list[TokenLogprobs], wanted: int | None) -> list[list[tuple[int, float]]]:
-    lists = core._logprobs_lists(positions, wanted)
+    lists = core._logprobs_lists(positions, core._Candidates(wanted))
     assert list(lists.sampled_token_ranks) == [one.sampled_rank for one in positions]
     pairs = zip(lists.logprob_token_ids.tolist(), lists.logprobs.tolist(), strict=True)
     return [list(zip(*pair, strict=True)) for pair in pairs]
@@ -233,9 +335,22 @@ def test_a_row_without_others_is_the_sampled_token(core):
     assert rows(core, [spoken(10, -0.1, 1), spoken(99, -5.0, 70)], 0) == [[(10, -0.1)], [(99, -5.0)]]
 
 
-def test_a_row_of_a_small_vocabulary_is_filled(core):
+def test_a_row_of_a_small_vocabulary_is_short(core):
     (row,) = rows(core, [spoken(10, -0.1, 1, (11, -2.3))], 4)
-    assert row == [(10, -0.1), (10, -0.1), (11, -2.3), (10, -0.1), (10, -0.1)]
+    assert row == [(10, -0.1), (10, -0.1), (11, -2.3)]
+
+
+def test_rows_are_as_wide_as_the_widest(core):
+    narrow, wide = rows(core, [spoken(10, -0.1, 1), spoken(11, -0.2, 2, BEST[0])], 4)
+    assert wide == [BEST[1], BEST[0], BEST[1]]
+    assert narrow == [BEST[0]] * 3
+
+
+def test_rows_of_chosen_tokens_have_these_in_their_order(core):
+    candidates = core._Candidates(0, (12, 7, 10))
+    lists = core._logprobs_lists([spoken(10, -0.1, 1, BEST[1], BEST[2])], candidates)
+    assert lists.logprob_token_ids.tolist() == [[10, 12, 7, 10]]
+    assert lists.logprobs.tolist() == [[-0.1, -0.3, -np.inf, -0.1]]
 
 
 def test_rows_of_all_candidates_are_as_wide_as_the_widest(core):

@@ -1,0 +1,473 @@
+"""A client's request as legs of the text plane send it, and what of an answer is read or changed."""
+
+import asyncio
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.engines import DONE, HANDED_OVER, FakeEngine, cutting, json_answer, raw_answer, refusing, sse, streaming
+from trivet.journal import GenerationRecord
+from trivet.legs import text
+from trivet.legs.ask import Computed, Leg
+from trivet.legs.text import (
+    CHAT,
+    COMPLETIONS,
+    TextAsk,
+    TextPiece,
+    Usage,
+    prefill_text_body,
+    why_unsplittable,
+    with_field,
+)
+from trivet.legs.wire import LegError, open_session
+from trivet.routing.engines import EngineView
+
+PARAMS = {"do_remote_decode": True}
+
+# the decode leg's body: the client's, byte for byte, and one field more
+
+WORDS = st.text('{}[],:"\\ \n\té\U0001f600a', max_size=8)
+NUMBERS = st.integers() | st.floats(allow_nan=False)
+VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
+    max_leaves=8,
+)
+PARAMETERS = st.dictionaries(WORDS, st.integers(-(2**63), 2**63) | WORDS | st.lists(st.integers(0, 99)), max_size=4)
+OBJECTS = st.dictionaries(st.text(max_size=6) | st.sampled_from(["kv_transfer_params", "}", "{"]), VALUES, max_size=5)
+SPACE = st.text(" \t\r\n", max_size=3)
+
+
+@st.composite
+def written(draw) -> bytes:
+    """An object as somebody may have written it."""
+    separators = draw(st.sampled_from([(",", ":"), (", ", ": "), (" ,\n", " :\t")]))
+    indent = draw(st.sampled_from([None, 0, 2]))
+    raw = json.dumps(draw(OBJECTS), separators=separators, indent=indent, ensure_ascii=draw(st.booleans()))
+    inside = draw(SPACE) if raw == "{}" else ""
+    return f"{draw(SPACE)}{raw[0]}{inside}{raw[1:]}{draw(SPACE)}".encode()
+
+
+@given(written(), PARAMETERS)
+def test_a_field_is_added_and_all_else_stays_byte_for_byte(raw, value):
+    longer = with_field(raw, "kv_transfer_params", value)
+    assert json.loads(longer) == {**json.loads(raw), "kv_transfer_params": value}
+    end = raw.rindex(b"}")
+    assert longer.startswith(raw[:end])
+    assert longer.endswith(raw[end:])
+    added = longer[end : len(longer) - len(raw[end:])]
+    assert added.removeprefix(b",").startswith(b'"kv_transfer_params":')
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (b"{}", b'{"a":1}'),
+        (b" { } \n", b' { "a":1} \n'),
+        (b'{"b":{}}', b'{"b":{},"a":1}'),
+        (b'{"b":"}{"}', b'{"b":"}{","a":1}'),
+        (b'{"b":"{"}\n', b'{"b":"{","a":1}\n'),
+        (b'{"a":0}', b'{"a":0,"a":1}'),
+    ],
+)
+def test_where_the_field_stands(raw, expected):
+    assert with_field(raw, "a", 1) == expected
+
+
+def test_a_client_cannot_say_the_field_itself():
+    """Of a name that is there twice the last one counts."""
+    raw = b'{"kv_transfer_params": {"remote_host": "evil"}, "kv_transfer_params": 1}'
+    assert json.loads(with_field(raw, "kv_transfer_params", PARAMS)) == {"kv_transfer_params": PARAMS}
+
+
+# the prefill leg's body
+
+GONE = (
+    "stream_options", "min_tokens", "logprobs", "top_logprobs", "prompt_logprobs", "echo", "best_of",
+    "use_beam_search", "return_token_ids",
+)  # fmt: skip
+SET = {"stream": False, "n": 1, "max_tokens": 1, "kv_transfer_params": PARAMS}
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*GONE, *SET, "messages", "prompt", "tools", "response_format", "max_completion_tokens", "x"]),
+        VALUES,
+    )
+)
+def test_the_prefill_leg_has_the_prompt_as_it_is_and_one_token(body):
+    before = json.dumps(body)
+    rewritten = prefill_text_body(body, PARAMS)
+    assert json.dumps(body) == before
+    kept = {name: value for name, value in body.items() if name not in (*GONE, *SET)}
+    if "max_completion_tokens" in body:
+        kept["max_completion_tokens"] = 1
+    assert rewritten == {**kept, **SET}
+
+
+# what is not split
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "Hi"}]}),
+        (
+            CHAT,
+            {"n": 1, "best_of": None, "logprobs": True, "top_logprobs": 3, "stream": True, "use_beam_search": False},
+        ),
+        (COMPLETIONS, {"prompt": "Hi", "echo": True}),
+        (COMPLETIONS, {"prompt": ["Hi"], "echo": False, "logprobs": 1}),
+        (COMPLETIONS, {"prompt": [1, 2, 3]}),
+        (COMPLETIONS, {"prompt": [[1, 2, 3]]}),
+        (COMPLETIONS, {"prompt": [1]}),
+        (COMPLETIONS, {}),
+    ],
+)
+def test_a_plain_request_is_split(path, body):
+    assert why_unsplittable(path, body) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "word"),
+    [
+        ("/v1/responses", {"input": "Hi"}, "/v1/responses is not split"),
+        (CHAT, None, "no JSON object"),
+        (CHAT, [], "no JSON object"),
+        (CHAT, "x", "no JSON object"),
+        (CHAT, {"n": 2}, "n above 1"),
+        (CHAT, {"n": "x"}, "n above 1"),
+        (COMPLETIONS, {"best_of": 3}, "best_of above 1"),
+        (COMPLETIONS, {"use_beam_search": True}, "beam search"),
+        (COMPLETIONS, {"prompt_logprobs": 0}, "log-probabilities of the prompt"),
+        (COMPLETIONS, {"echo": True, "logprobs": 0}, "log-probabilities of the prompt"),
+        (COMPLETIONS, {"prompt_embeds": "x"}, "prompt embeddings"),
+        (COMPLETIONS, {"prompt": ["a", "b"]}, "several prompts"),
+        (COMPLETIONS, {"prompt": [[1], [2]]}, "several prompts"),
+        (CHAT, {"kv_transfer_params": {}}, "steers the transfer"),
+    ],
+)
+def test_what_one_handover_cannot_carry_is_served_colocated(path, body, word):
+    assert word in why_unsplittable(path, body)
+    assert TextAsk(path, b"", body, {}, None).unsplittable == why_unsplittable(path, body)
+
+
+# what it says of itself
+
+
+def ask_of(path: str = CHAT, body: object = None, **headers: str) -> TextAsk:
+    body = {"messages": []} if body is None else body
+    return TextAsk(path, json.dumps(body).encode(), body, headers, None)
+
+
+def test_ids_are_the_services_own():
+    assert ask_of().request_id != ask_of().request_id
+    leg = Leg("decode", EngineView("e", "decode", "http://x", True), "id-1-decode", None, {})
+    assert ask_of(CHAT).engine_id(leg) == "chatcmpl-id-1-decode"
+    assert ask_of(COMPLETIONS).engine_id(leg) == "cmpl-id-1-decode-0"
+    assert ask_of("/v1/responses").engine_id(leg) == "id-1-decode"
+
+
+@pytest.mark.parametrize(
+    ("body", "prompt_tokens", "tokens"),
+    [
+        ({"prompt": [1, 2, 3], "max_tokens": 7}, 3, 10),
+        ({"prompt": [1, 2, 3], "max_tokens": 7, "max_completion_tokens": 9}, 3, 12),
+        ({"prompt": [1, 2, 3], "max_tokens": "x"}, 3, 3),
+        ({"prompt": [], "max_tokens": None}, 8, 8),
+        ({}, 1, 1),
+        (5, 1, 1),
+    ],
+)
+def test_tokens_are_estimated(body, prompt_tokens, tokens):
+    ask = ask_of(COMPLETIONS, body)
+    assert (ask.prompt_tokens, ask.tokens) == (prompt_tokens, tokens)
+
+
+@given(
+    st.recursive(VALUES, lambda inner: st.dictionaries(st.sampled_from(["prompt", "max_tokens", "n", "echo"]), inner))
+)
+def test_absurd_bodies_are_estimated_too(body):
+    ask = ask_of(COMPLETIONS, body)
+    assert ask.prompt_tokens >= 0
+    assert isinstance(ask.tokens, int)
+
+
+def test_an_answer_of_which_something_was_seen_cannot_be_continued():
+    ask, record = ask_of(), GenerationRecord("gen", 3, 0.0)
+    assert (ask.begun, ask.may_take_first_token) == (False, False)
+    ask.note(record, TextPiece(b"x", {}))
+    assert ask.begun
+    assert ask.obstacle is not None
+
+
+def test_a_record_is_written_as_pieces_come():
+    ask, record = ask_of(), GenerationRecord("gen", 3, 0.0)
+    ask.note(record, TextPiece(b"", {}))
+    assert record.first_token_s is None
+    ask.note(record, TextPiece(b"", tokens=1))
+    ask.note(record, TextPiece(b"", tokens=1, finish_reason="stop"))
+    assert (record.completion_tokens, record.finish_reason) == (2, "stop")
+    assert record.first_token_s <= record.end_s
+    ask.note(record, TextPiece(b"", usage=Usage(9, 5, 4)))
+    assert (record.prompt_tokens, record.completion_tokens, record.cached_tokens) == (9, 5, 4)
+
+
+@given(VALUES)
+def test_usage_is_read_or_left(value):
+    usage = Usage.parse(value)
+    assert usage is None or isinstance(usage.prompt_tokens, int)
+
+
+# over HTTP
+
+
+@pytest.fixture
+async def engine():
+    async with FakeEngine("decode-0", "decode") as engine:
+        yield engine
+
+
+@pytest.fixture
+async def session():
+    async with open_session() as session:
+        yield session
+
+
+@pytest.fixture
+def leg(engine, session):
+    def make(role: str = "decode") -> Leg:
+        headers = {"X-Request-Id": f"id-1-{role}", "Content-Type": "application/json"}
+        return Leg(role, engine.view(), f"id-1-{role}", session, headers)
+
+    return make
+
+
+async def decoded(ask: TextAsk, leg: Leg, params=None, cached: int | None = None) -> list[TextPiece]:
+    computed = None if cached is None else Computed(leg.engine, cached)
+    return [one async for one in ask.decode(leg, params, computed, lambda: None)]
+
+
+def delta(content: str, finish: str | None = None, **more: Any) -> dict[str, Any]:
+    choice = {"index": 0, "delta": {"content": content}, "finish_reason": finish}
+    return {"id": "chatcmpl-1", "choices": [choice], **more}
+
+
+async def test_the_prefill_leg(engine, leg):
+    usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}
+    engine.replies = [json_answer({"choices": [], "usage": usage, "kv_transfer_params": HANDED_OVER})]
+    body = {"messages": [], "stream": True, "max_tokens": 99}
+    prefilled = await ask_of(body=body).prefill(leg("prefill"), PARAMS, sample=True)
+    assert (prefilled.kv_transfer_params, prefilled.cached_tokens, prefilled.first) == (HANDED_OVER, 4, None)
+    assert engine.calls[0].path == CHAT
+    assert engine.calls[0].body == {"messages": [], **SET}
+
+
+@pytest.mark.parametrize(
+    "answer", [{"usage": 5}, {"usage": {"prompt_tokens_details": [1]}}, {"kv_transfer_params": "x"}]
+)
+async def test_a_prefill_leg_of_another_form_is_a_fault(engine, leg, answer):
+    engine.replies = [json_answer(answer)]
+    with pytest.raises(LegError, match="sent what cannot be read"):
+        await ask_of().prefill(leg("prefill"), PARAMS, sample=False)
+
+
+async def test_the_decode_leg_is_the_clients_bytes(engine, leg):
+    engine.replies = [json_answer({"choices": []})]
+    raw = b' {"messages":[ ],  "n" : 1e0, "x":"\\u00e9\xc3\xa9" }\n'
+    ask = TextAsk(CHAT, raw, json.loads(raw), {}, None)
+    await decoded(ask, leg())
+    await decoded(ask, leg(), {"remote_port": 1})
+    assert engine.calls[0].raw == raw
+    assert engine.calls[1].raw == raw[:-2] + b',"kv_transfer_params":{"remote_port":1}}\n'
+
+
+STREAM = sse(delta("a")) + b": keep-alive\n\n" + sse(delta("\u00e9\U0001f600", "stop")) + DONE
+
+
+async def test_a_stream_is_passed_on_byte_for_byte(engine, leg):
+    engine.replies = [streaming(STREAM)]
+    pieces = await decoded(ask_of(), leg())
+    assert b"".join(one.body for one in pieces) == STREAM
+    assert [one.tokens for one in pieces] == [1, 0, 1, 0]
+    assert [one.finish_reason for one in pieces] == [None, None, "stop", None]
+    assert pieces[0].head["content-type"] == "text/event-stream"
+    assert [one.head for one in pieces[1:]] == [None] * 3
+
+
+async def test_a_stream_may_be_cut_anywhere(engine, leg):
+    engine.replies = [streaming(*(STREAM[at : at + 1] for at in range(len(STREAM))))]
+    pieces = await decoded(ask_of(), leg())
+    assert b"".join(one.body for one in pieces) == STREAM
+    assert len(pieces) == 4
+
+
+async def test_each_event_is_given_as_soon_as_it_is_there(engine, leg):
+    more = asyncio.Event()
+    engine.replies = [streaming(delta("a"), more, DONE)]
+    pieces = ask_of().decode(leg(), None, None, lambda: None)
+    assert (await anext(pieces)).body == sse(delta("a"))
+    more.set()
+    assert [one.body async for one in pieces] == [DONE]
+
+
+async def test_a_whole_answer_is_passed_on_byte_for_byte(engine, leg):
+    content = (
+        b'{ "choices" : [{"finish_reason": "stop", "x": 1e0}],\n"usage": {"prompt_tokens": 9, "completion_tokens": 4}}'
+    )
+    engine.replies = [raw_answer(content, kind="application/json", Warning="199 - x", Server="engine")]
+    (only,) = await decoded(ask_of(), leg(), {"remote_port": 1}, cached=3)
+    assert (only.body, only.tokens, only.finish_reason) == (content, 4, "stop")
+    assert only.usage == Usage(9, 4, None)
+    assert only.head == {"content-type": "application/json", "warning": "199 - x"}
+
+
+USAGE = {"prompt_tokens": 9, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 8}}
+
+
+@pytest.mark.parametrize(("cached", "told"), [(None, 8), (8, 8), (3, 3), (0, 0)])
+async def test_cached_tokens_are_prefills(engine, leg, cached, told):
+    """Decode takes what was handed over for cached."""
+    event = {"choices": [], "usage": USAGE}
+    engine.replies = [json_answer({"choices": [], "usage": USAGE}), streaming(sse(event), DONE)]
+    (whole,) = await decoded(ask_of(), leg(), {}, cached)
+    last, _ = await decoded(ask_of(), leg(), {}, cached)
+    for said in (json.loads(whole.body), json.loads(last.body.removeprefix(b"data: "))):
+        assert said["usage"] == {**USAGE, "prompt_tokens_details": {"cached_tokens": told}}
+    assert (whole.usage, last.usage) == (Usage(9, 4, told),) * 2
+    if told == 8:
+        assert last.body == sse(event)
+
+
+@pytest.mark.parametrize(
+    "usage", [None, [], 5, {"prompt_tokens_details": [1]}, {"prompt_tokens": "x"}, {"completion_tokens": {}}]
+)
+async def test_usage_of_another_form_goes_on_as_it_is(engine, leg, usage):
+    event = sse({"choices": [], "usage": usage})
+    engine.replies = [streaming(event, DONE), json_answer({"choices": [], "usage": usage})]
+    record, ask = GenerationRecord("gen", 3, 0.0), ask_of()
+    for expected in (event + DONE, json.dumps({"choices": [], "usage": usage}).encode()):
+        pieces = await decoded(ask, leg(), {}, 3)
+        assert b"".join(one.body for one in pieces) == expected
+        for one in pieces:
+            ask.note(record, one)
+    assert record.prompt_tokens == 3
+
+
+async def fault_of(ask: TextAsk, leg: Leg) -> tuple[list[bytes], LegError]:
+    seen = []
+
+    async def read() -> None:
+        async for one in ask.decode(leg, None, None, lambda: None):
+            seen.append(one.body)
+
+    with pytest.raises(LegError) as caught:
+        await read()
+    return seen, caught.value
+
+
+FIRST = sse(delta("a"))
+FAULTS = {
+    "error event": (sse({"error": {"message": "gone", "code": 500}}), "gone", 500, False),
+    "error": (sse(delta("", "error")), "generating failed in the engine (finish_reason error)", 500, False),
+    "abort": (sse(delta("", "abort")), "the engine ended the request (finish_reason abort)", None, True),
+    "ends": (b"", "the stream ended before the answer did", 502, True),
+    "half": (b'data: {"choi', "the stream ended before the answer did", 502, True),
+    "no JSON": (b"data: {oops\n\n", "sent an event that is not JSON", 502, False),
+}
+
+
+@pytest.mark.parametrize(("rest", "problem", "status", "died"), FAULTS.values(), ids=FAULTS)
+async def test_a_stream_that_does_not_end_well_is_a_fault(engine, leg, rest, problem, status, died):
+    engine.replies = [streaming(FIRST, rest)]
+    seen, error = await fault_of(ask_of(), leg())
+    assert (seen, error.problem, error.status, error.died) == ([FIRST], problem, status, died)
+
+
+@pytest.mark.parametrize("event", [[1], 5, "x", None, {"choices": 5}, {"choices": [1]}])
+async def test_an_event_of_another_form_is_a_fault(engine, leg, event):
+    engine.replies = [streaming(FIRST, sse(event), DONE)]
+    _, error = await fault_of(ask_of(), leg())
+    assert (error.status, error.problem.startswith("sent what cannot be read (")) == (502, True)
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/invocations"])
+async def test_streams_that_have_no_end_mark_end_where_they_end(engine, leg, path):
+    stream = b'event: response.completed\ndata: {"type": "response.completed"}\n\n'
+    engine.replies = [streaming(stream)]
+    assert [one.body for one in await decoded(ask_of(path), leg())] == [stream]
+
+
+async def test_what_users_are_told_is_no_error(engine, leg):
+    """Its own words may look like the engine's."""
+    words = '"finish_reason":"error" data: {"error": 1}\n\ndata: [DONE]'
+    stream = sse(delta(words)) + sse(delta("", "stop")) + DONE
+    engine.replies = [streaming(stream)]
+    assert b"".join(one.body for one in await decoded(ask_of(), leg())) == stream
+
+
+@pytest.mark.parametrize(
+    ("reply", "problem", "status"),
+    [
+        (refusing(400, "too long"), "too long", 400),
+        (raw_answer(b"<h1>", 502), "HTTP 502: <h1>", 502),
+        (raw_answer(b"hello"), "answered 200 with something that is not JSON", 502),
+        (json_answer({"choices": [{"finish_reason": "error"}]}), FAULTS["error"][1], 500),
+        (cutting(), "closed the connection without an answer", None),
+    ],
+)
+async def test_an_answer_that_is_none_is_a_fault(engine, leg, reply, problem, status):
+    engine.replies = [reply]
+    seen, error = await fault_of(ask_of(), leg())
+    assert (seen, error.problem, error.status) == ([], problem, status)
+
+
+@pytest.mark.parametrize("answer", [[1], 5, {"choices": 5}, {"choices": [1]}])
+async def test_a_whole_answer_of_another_form_is_a_fault(engine, leg, answer):
+    engine.replies = [json_answer(answer)]
+    _, error = await fault_of(ask_of(), leg())
+    assert (error.status, error.problem.startswith("sent what cannot be read (")) == (502, True)
+
+
+@given(VALUES | st.dictionaries(st.sampled_from(["choices", "usage", "error", "finish_reason"]), VALUES))
+def test_whatever_json_an_event_is_it_goes_on_or_is_a_fault(event):
+    with contextlib.suppress(LegError):
+        piece = text._event("e", sse(event), None, None)
+        assert piece.body == sse(event)
+        ask_of().note(GenerationRecord("gen", 3, 0.0), piece)
+    with contextlib.suppress(LegError):
+        assert text._whole("e", json.dumps(event).encode(), {}, None).body == json.dumps(event).encode()
+
+
+async def test_acceptance_is_told_before_the_first_event(engine, leg):
+    more, accepted = asyncio.Event(), asyncio.Event()
+    engine.replies = [streaming(more, DONE)]
+    pieces = ask_of().decode(leg(), None, None, accepted.set)
+    first = asyncio.ensure_future(anext(pieces))
+    await asyncio.wait_for(accepted.wait(), 5)
+    assert not first.done()
+    more.set()
+    await first
+    await pieces.aclose()
+
+
+async def test_closing_ends_the_leg(engine, leg):
+    engine.replies = [streaming(delta("a"), asyncio.Event())]
+    pieces = ask_of().decode(leg(), None, None, lambda: None)
+    await anext(pieces)
+    await pieces.aclose()
+    await engine.calls[0].end()
+    assert engine.calls[0].cancelled
+
+
+async def test_a_release_is_one_token_of_the_same_prompt(engine, leg):
+    engine.replies = [json_answer({"choices": []})]
+    body = {"messages": [{"role": "user"}], "cache_salt": "mine", "stream": True, "logprobs": True}
+    await ask_of(body=body).release(leg("release"), {"remote_port": 1})
+    sent = engine.calls[0].body
+    assert sent.pop("cache_salt").startswith("release-")
+    assert sent == {"messages": [{"role": "user"}], **SET, "kv_transfer_params": {"remote_port": 1}}

@@ -1,0 +1,154 @@
+import asyncio
+import math
+
+import pytest
+
+from helpers.engines import WAIT_S
+from trivet.journal import now_s
+from trivet.legs.watch import Patience, Watch, watch
+from trivet.legs.wire import LegError
+from trivet.render.contract import ServingError
+from trivet.routing.engines import Engines, EngineView
+
+VIEW = EngineView("decode-0", "decode", "http://127.0.0.1:1", ready=True)
+PATIENT = Patience(silence_s=None)
+
+
+async def waiting(patient: Watch, until: asyncio.Event | None = None) -> None:
+    async with asyncio.timeout(WAIT_S), patient:
+        await (until or asyncio.Event()).wait()
+
+
+async def fault_of(wait) -> LegError:
+    with pytest.raises(LegError) as caught:
+        await wait
+    assert (caught.value.engine, caught.value.died, caught.value.status) == ("decode-0", True, None)
+    return caught.value
+
+
+async def test_what_is_waited_for_may_come():
+    until = asyncio.Event()
+    task = asyncio.create_task(waiting(Watch("decode-0", Patience(silence_s=WAIT_S)), until))
+    await asyncio.sleep(0)
+    until.set()
+    await task
+
+
+async def test_silence_is_a_fault_of_the_engine():
+    error = await fault_of(waiting(Watch("decode-0", Patience(silence_s=0.01))))
+    assert error.problem == "said nothing for 0.01 s"
+
+
+async def test_each_wait_has_the_whole_time():
+    one = Watch("decode-0", Patience(silence_s=0.3))
+    for _ in range(4):
+        async with one:
+            await asyncio.sleep(0.08)
+
+
+@pytest.mark.parametrize("silence_s", [None, WAIT_S])
+@pytest.mark.parametrize("in_s", [-1.0, 0.0, 0.01])
+async def test_a_deadline_is_no_fault_of_the_engine(silence_s, in_s):
+    with pytest.raises(ServingError) as caught:
+        await waiting(Watch("decode-0", Patience(silence_s, now_s() + in_s)))
+    assert (caught.value.message, caught.value.status) == ("the request's deadline has passed", 504)
+
+
+async def test_silence_before_a_deadline_is_silence():
+    await fault_of(waiting(Watch("decode-0", Patience(0.01, now_s() + WAIT_S))))
+
+
+@pytest.mark.parametrize("silence_s", [None, WAIT_S])
+async def test_a_timer_that_is_a_little_early_is_a_deadline_all_the_same(monkeypatch, silence_s):
+    """Event loops count in milliseconds."""
+    deadline_s = now_s() + 0.01
+    monkeypatch.setattr("trivet.legs.watch.now_s", lambda: deadline_s - 0.001)
+    with pytest.raises(ServingError):
+        await waiting(Watch("decode-0", Patience(silence_s, deadline_s)))
+
+
+async def test_an_engine_that_leaves_is_not_waited_for():
+    one = Watch("decode-0", PATIENT)
+    task = asyncio.create_task(waiting(one))
+    await asyncio.sleep(0)
+    one.leave()
+    one.leave()
+    assert (await fault_of(task)).problem == "went out of service"
+
+
+async def test_an_engine_that_has_left_is_not_waited_for_again():
+    one = Watch("decode-0", Patience(silence_s=WAIT_S))
+    one.leave()
+    for _ in range(2):
+        assert (await fault_of(waiting(one))).problem == "went out of service"
+
+
+async def test_what_an_engine_that_has_left_had_said_already_is_taken():
+    one = Watch("decode-0", PATIENT)
+    one.leave()
+    async with one:
+        pass  # nothing had to be waited for
+
+
+async def test_an_engine_that_leaves_behind_the_wait_is_told_at_the_next():
+    one = Watch("decode-0", PATIENT)
+    async with one:
+        pass
+    one.leave()
+    await fault_of(waiting(one))
+
+
+async def test_that_the_client_leaves_is_neither():
+    task = asyncio.create_task(waiting(Watch("decode-0", Patience(silence_s=WAIT_S, deadline_s=math.inf))))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_the_client_and_the_engine_may_leave_at_once():
+    one = Watch("decode-0", PATIENT)
+    task = asyncio.create_task(waiting(one))
+    await asyncio.sleep(0)
+    task.cancel()
+    one.leave()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), TimeoutError("mine"), LegError("decode-0", "mine")])
+async def test_other_errors_pass(error):
+    with pytest.raises(type(error), match="mine"):
+        async with Watch("decode-0", Patience(silence_s=WAIT_S)):
+            raise error
+
+
+@pytest.mark.parametrize(
+    "views",
+    [
+        [],
+        [EngineView("decode-0", "decode", VIEW.url, ready=False)],
+        [EngineView("decode-0", "decode", VIEW.url, True, 1)],
+    ],
+    ids=["gone", "not ready", "started anew"],
+)
+async def test_the_fleet_tells_that_an_engine_has_left(views):
+    engines = Engines()
+    engines.update([VIEW])
+    with watch(engines, VIEW, PATIENT) as one:
+        task = asyncio.create_task(waiting(one))
+        await asyncio.sleep(0)
+        engines.update(views)
+        assert (await fault_of(task)).problem == "went out of service"
+    with watch(engines, VIEW, PATIENT) as one:  # it had left before
+        await fault_of(waiting(one))
+
+
+async def test_a_watch_that_is_over_hears_nothing_any_more():
+    engines = Engines()
+    engines.update([VIEW])
+    with watch(engines, VIEW, PATIENT) as one:
+        pass
+    engines.update([])
+    async with one:
+        await asyncio.sleep(0)
