@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import importlib.util
 import json
+import os
 import threading
 import time
 import urllib.error
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.parity import Parity, Server, tokenizer_of
 from trivet.fleet import probe
 from trivet.gateway.service import Service
 from trivet.topology import EnginePlan, Plan, Setting, make_plan, parse_topology
@@ -23,15 +25,41 @@ from trivet.topology.ports import PortBook
 BLOCK_TOKENS = 32
 MODEL = "tiny"
 PLUGINS = Path(__file__).parent / "plugins"
+PYTHONPATH = os.pathsep.join([str(PLUGINS), *filter(None, [os.environ.get("PYTHONPATH")])])
+ADAPTERS = ("tiny-a", "tiny-b")
 
 TOPOLOGY = f"""\
-model: {{name: PATH, served_names: [{MODEL}, tiny-alias], max_length: 1024}}
-flags: {{block-size: {BLOCK_TOKENS}, max-logprobs: 30, enable-prompt-tokens-details: true}}
+model: {{name: MODEL_PATH, served_names: [{MODEL}, tiny-alias], max_length: 1024}}
+flags:
+  block-size: {BLOCK_TOKENS}
+  max-logprobs: 30
+  enable-prompt-tokens-details: true
+  logits-processors: scripted:Scripted
+  enable-auto-tool-choice: true
+  tool-call-parser: hermes
+  reasoning-parser: deepseek_v3   # reasoning only where chat_template_kwargs ask for it
+  scheduling-policy: priority
+  enable-lora: true
+  max-loras: 3   # one more than there are: vLLM on CPUs applies the last one to requests that ask for none
+  max-lora-rank: 8
+  lora-target-modules: [qkv_proj, q_proj, k_proj, v_proj]   # not the head: vLLM on CPUs mistakes it in prompt_logprobs
+  lora-modules: [ADAPTER_MODULES]
+env: {{PYTHONPATH: '{PYTHONPATH}'}}
 tiers:
+  render: {{env: {{PYTHONPATH: '{PYTHONPATH}'}}}}
   prefill:
   decode:
   mixed:          # plain: vLLM without any connector, the reference
 gateway: {{port: 0, drain_s: 5}}
+"""
+
+TEXT_TOPOLOGY = """\
+model: {name: MODEL_PATH, served_names: [tiny, tiny-alias], max_length: 1024}
+tiers:
+  prefill: {engines: [{url: PREFILL}]}
+  decode: {engines: [{url: DECODE}]}
+  mixed: {engines: [{url: MIXED}]}
+gateway: {port: 0, drain_s: 5, plane: text}
 """
 
 
@@ -163,7 +191,9 @@ def deployment(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     folder = tmp_path_factory.mktemp("run")
     spoil = folder / "spoil"
     ports = PortBook()
-    topology = parse_topology(TOPOLOGY.replace("PATH", str(tiny_model)))
+    adapters = {name: tiny.write_adapter(folder / name, seed) for seed, name in enumerate(ADAPTERS)}
+    modules = ", ".join(f"{name}={path}" for name, path in adapters.items())
+    topology = parse_topology(TOPOLOGY.replace("MODEL_PATH", str(tiny_model)).replace("ADAPTER_MODULES", modules))
     plan = make_plan(topology, ports, model=str(tiny_model))
     engines = tuple(_spoilable(one, spoil) if one.tier == "decode" else one for one in plan.engines)
     running = Deployment(dataclasses.replace(plan, engines=engines), folder, spoil)
@@ -175,6 +205,46 @@ def deployment(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         ports.close()
 
 
+@pytest.fixture(scope="session")
+def text_plane(
+    deployment: Deployment, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
+    """Another gateway over the same engines: their own OpenAI endpoints, split."""
+    text = TEXT_TOPOLOGY.replace("MODEL_PATH", str(tiny_model))
+    for tier in ("prefill", "decode", "mixed"):
+        text = text.replace(tier.upper(), deployment.engine(tier).url)
+    ports = PortBook()
+    folder = tmp_path_factory.mktemp("text")
+    running = Deployment(make_plan(parse_topology(text), ports, model=str(tiny_model)), folder, folder / "spoil")
+    try:
+        running.start()
+        yield running
+    finally:
+        running.stop()
+        ports.close()
+
+
+@pytest.fixture(scope="module", params=["tokens", "text"])
+def parity(
+    request: pytest.FixtureRequest, deployment: Deployment, text_plane: Deployment, tiny_model: Path
+) -> Iterator[Parity]:
+    """Each gateway over the engines, by its data plane, beside the plain engine; the module's cases are being asked."""
+    urls = {"tokens": deployment.url, "text": text_plane.url}
+    tokenizer = tokenizer_of(tiny_model)
+
+    def record(request_id: str) -> dict | None:
+        status, text = get(f"{urls[request.param]}/trivet/requests/{request_id}")
+        assert status in (200, 404), text
+        return json.loads(text) if status == 200 else None
+
+    gateway, plain = (Server(url, tokenizer) for url in (urls[request.param], deployment.plain_url))
+    running = Parity(gateway, plain, record, plane=request.param)
+    specs = [item.callspec.params for item in request.session.items if item.module is request.module]
+    running.ask_ahead(spec["case"] for spec in specs if "case" in spec and spec["parity"] == request.param)
+    yield running
+    running.close()
+
+
 def _spoilable(engine: EnginePlan, control: Path) -> EnginePlan:
     """The decode engine with a connector that is NixlConnector until a test asks it to spoil a transfer."""
     settings = []
@@ -184,5 +254,5 @@ def _spoilable(engine: EnginePlan, control: Path) -> EnginePlan:
             config |= {"kv_connector": "SpoiledNixlConnector", "kv_connector_module_path": "spoiled_nixl"}
             setting = Setting(setting.name, json.dumps(config), "test")
         settings.append(setting)
-    env = (*engine.env, Setting("PYTHONPATH", str(PLUGINS), "test"), Setting("TRIVET_TEST_SPOIL", str(control), "test"))
+    env = (*engine.env, Setting("TRIVET_TEST_SPOIL", str(control), "test"))
     return dataclasses.replace(engine, settings=tuple(settings), env=env)

@@ -1,9 +1,11 @@
 """Real engines that die: noticed within a second, served around, started again. Run last: others need the engines."""
 
+import contextlib
 import json
 import os
 import signal
 import time
+import urllib.request
 import uuid
 from pathlib import Path
 
@@ -70,3 +72,47 @@ def test_a_killed_engine_is_noticed_served_around_and_started_again(deployment, 
     )
     assert json.loads(answer[1])["choices"][0]["token_ids"] == expected["choices"][0]["token_ids"]
     assert deployment.record(request_id)["generations"][0]["split"] is True
+
+
+def test_an_answer_whose_decode_engine_is_killed_goes_on_elsewhere(deployment, conftest):
+    """The client sees one stream, with the tokens that one engine would have made."""
+    body = conftest.salted(BODY | {"max_tokens": 400, "stream": True})
+    expected = json.loads(conftest.post(f"{deployment.plain_url}/v1/completions", {**body, "stream": False})[1])
+    status = deployment.service.fleet.engines["decode-0"]
+    family = descendants(status.pid)
+    request_id = uuid.uuid4().hex
+    request = urllib.request.Request(
+        f"{deployment.url}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", "X-Request-Id": request_id},
+    )
+    tokens, text, finish, killed = [], "", None, False
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        for line in answer:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            assert "error" not in event, event
+            for choice in event["choices"]:
+                tokens += choice["token_ids"] or []
+                text += choice["text"]
+                finish = choice["finish_reason"] or finish
+            if len(tokens) >= 20 and not killed:
+                killed = True
+                for pid in family:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+    assert killed
+    assert (tokens, text, finish) == (
+        expected["choices"][0]["token_ids"],
+        expected["choices"][0]["text"],
+        expected["choices"][0]["finish_reason"],
+    )
+    (generation,) = deployment.record(request_id)["generations"]
+    assert generation["resumes"] == 1
+    assert generation["completion_tokens"] == 400
+
+    deadline = time.time() + 240
+    while state_of(deployment, conftest, "decode-0") != "ready":
+        assert time.time() < deadline, "decode-0 was not started again"
+        time.sleep(0.5)

@@ -1,6 +1,9 @@
 """A tiny Llama with random weights and SmolLM2's tokenizer, whose answers depend on all of its KV.
 
 Weights and seed were chosen so that spoiling one block changes the greedy answer to every prompt of these tests.
+
+The tokenizer's unused special tokens 13 to 16 are the marks of tool calls and of reasoning, and its chat template
+knows tools, so that vLLM's parsers have something to parse.
 """
 
 import json
@@ -12,6 +15,9 @@ from safetensors.numpy import save_file
 from trivet.demo.model import demo_gguf_fields, write_tokenizer
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FEED_FORWARD, VOCABULARY = 128, 3, 4, 2, 32, 256, 49152
+END = 2
+"""The end-of-sequence token, ``<|im_end|>``."""
+MARKS = {13: "<tool_call>", 14: "</tool_call>", 15: "<think>", 16: "</think>"}
 KV_BYTES_PER_TOKEN = LAYERS * 2 * KV_HEADS * HEAD_DIM * 4
 
 
@@ -43,11 +49,13 @@ def write_tiny_model(folder: Path, seed: int = 1) -> Path:
         }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(demo_gguf_fields(), folder)
+    _mark(folder / "tokenizer.json")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
         "bos_token_id": 1,
-        "eos_token_id": 2,
+        "eos_token_id": END,
         "head_dim": HEAD_DIM,
         "hidden_act": "silu",
         "hidden_size": HIDDEN,
@@ -65,4 +73,71 @@ def write_tiny_model(folder: Path, seed: int = 1) -> Path:
         "vocab_size": VOCABULARY,
     }
     (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _mark(path: Path) -> None:
+    """Gives unused special tokens the names of the marks, as ordinary text that is not skipped."""
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    for token in tokenizer["added_tokens"]:
+        if name := MARKS.get(token["id"]):
+            del vocabulary[token["content"]]
+            vocabulary[name] = token["id"]
+            token |= {"content": name, "special": False}
+    path.write_text(json.dumps(tokenizer))
+
+
+CHAT_TEMPLATE = """\
+{%- if messages[0].role != 'system' -%}
+<|im_start|>system
+You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>
+{% endif -%}
+{%- if tools -%}
+<|im_start|>system
+Tools:{% for tool in tools %} {{ tool | tojson }}{% endfor %}<|im_end|>
+{% endif -%}
+{%- if reasoning_effort is defined and reasoning_effort -%}
+<|im_start|>system
+Effort: {{ reasoning_effort }}<|im_end|>
+{% endif -%}
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{{ message.content or '' }}{% for call in message.tool_calls or [] %}<tool_call>
+{{ call.function | tojson }}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}
+"""
+
+
+def write_adapter(folder: Path, seed: int, rank: int = 4) -> Path:
+    """A LoRA adapter with random weights, strong enough to change what is answered."""
+    folder.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(seed)
+    tensors = {}
+    for layer in range(LAYERS):
+        for module, rows in (("q_proj", HEADS * HEAD_DIM), ("v_proj", KV_HEADS * HEAD_DIM)):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            for part, shape in (("lora_A", (rank, HIDDEN)), ("lora_B", (rows, rank))):
+                weights = random.standard_normal(shape) * 0.3
+                tensors[f"{name}.{part}.weight"] = weights.astype(np.float32)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {
+        "base_model_name_or_path": "tiny",
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": rank,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": rank,
+        "target_modules": ["q_proj", "v_proj"],
+        "task_type": "CAUSAL_LM",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder

@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import hmac
 import json
-import logging
 import math
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
@@ -40,8 +39,6 @@ from trivet.surface.http import (
 from trivet.surface.inbox import BodyTooLargeError, Inbox
 from trivet.surface.sse import data_of, event_of
 from trivet.surface.steering import RANK_HEADER, refusal_of
-
-logger = logging.getLogger(__name__)
 
 CLIENT_LEFT = 499
 """What is counted for a client that left before it had an answer; nginx's number for it."""
@@ -223,7 +220,6 @@ class GatewayApp:
             if record.status is None:
                 self._count(record, CLIENT_LEFT)
             await inbox.close()
-            self._log(record)
 
     def _check(self, scope: Scope, record: RequestRecord, body: object) -> None:
         """Reads what concerns the gateway of a request's headers and body.
@@ -289,19 +285,6 @@ class GatewayApp:
     def _count(self, record: RequestRecord, status: int) -> None:
         record.status = status
         self._metrics.requests.labels(record.path, str(status)).inc()
-
-    def _log(self, record: RequestRecord) -> None:
-        for one in record.generations:
-            how = f"{one.prefill_engine} -> {one.decode_engine}" if one.split else f"{one.decode_engine}: {one.reason}"
-            logger.info(
-                "request %s: %s, %d + %d tokens, %s, generation %s",
-                record.request_id,
-                one.error or one.finish_reason,
-                one.prompt_tokens,
-                one.completion_tokens,
-                how,
-                one.generation_id,
-            )
 
     def _authorized(self, scope: Scope) -> bool:
         if not self._key_digests:

@@ -15,7 +15,7 @@ from trivet.legs.text import TextAsk
 from trivet.render.contract import ServingError
 from trivet.routing.choose import choose
 from trivet.routing.engines import Engines, EngineView
-from trivet.surface.http import Receive, Scope, Send, answer_error, answer_json, for_engines
+from trivet.surface.http import Receive, Scope, Send, answer, answer_error, answer_json, for_engines, header
 from trivet.surface.sse import DONE, event_of
 
 _SILENCE = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=60.0)
@@ -61,7 +61,7 @@ class TextApp:
             where = scope["method"], scope["path"]
             generates = where[0] == "POST" and where[1] in self._generating
             if not generates and where not in _PASSED_ON:
-                await answer_error(send, 404, f"{where[0]} {where[1]} is not served on the text plane")
+                await answer_json(send, 404, {"detail": "Not Found"})  # as vLLM says it
                 return
             serving = asyncio.create_task((self._generate if generates else self._pass_on)(scope, body, send))
             leaving = asyncio.ensure_future(_until_left(receive))
@@ -84,7 +84,7 @@ class TextApp:
             scope["path"],
             raw,
             body,
-            owner.forwarded if owner is not None else {},
+            {**(owner.forwarded if owner is not None else {}), **_content_type(scope)},
             owner.colocate if owner is not None else None,
         )
         begun = False
@@ -99,8 +99,8 @@ class TextApp:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except ServingError as error:
             if not begun:
-                if error.error is not None:
-                    await answer_json(send, error.status, {"error": dict(error.error)})
+                if error.content is not None:
+                    await answer(send, error.status, error.content, b"application/json")
                 else:
                     await answer_error(send, error.status, error.message)
                 return
@@ -155,6 +155,12 @@ class TextApp:
 def _raw(value: str) -> bytes:
     """A header's value as the engine sent it."""
     return value.encode("utf-8", errors="surrogateescape")
+
+
+def _content_type(scope: Scope) -> dict[str, str]:
+    """The client's content type: engines take no other than JSON, which is theirs to say."""
+    said = header(scope, b"content-type")
+    return {} if said is None else {"Content-Type": said}
 
 
 async def _body(receive: Receive) -> bytes | None:

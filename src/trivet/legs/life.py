@@ -80,7 +80,12 @@ class _Run(Generic[Piece]):
             return ServingError("no engine is ready to serve this request", status=503)
         last = self.faults[-1]
         status = 503 if last.status is None or last.died else last.status
-        return ServingError(f"no engine could serve this request: {self.told()}", status=status, error=last.error)
+        return ServingError(
+            f"no engine could serve this request: {self.told()}",
+            status=status,
+            error=last.error,
+            content=last.content,
+        )
 
 
 class Legs:
@@ -157,6 +162,15 @@ class Legs:
         finally:
             self.running -= 1
             record.end_s = record.end_s or now_s()
+            logger.info(
+                "request %s: %s, %d + %d tokens, %s, generation %s",
+                owner.request_id if owner is not None else "-",
+                record.error or record.finish_reason,
+                record.prompt_tokens,
+                record.completion_tokens,
+                f"{record.prefill_engine or record.reason} -> {record.decode_engine}",
+                record.generation_id,
+            )
             self._observe(record, owner)
 
     async def close(self) -> None:
@@ -241,10 +255,12 @@ class Legs:
             run.colocate = "prefill refused it"
             return
         if answered and not begun and (fault.status in _REFUSALS or not run.record.split):
-            raise ServingError(fault.problem, status=fault.status or 500, error=fault.error) from fault
+            raise ServingError(
+                fault.problem, status=fault.status or 500, error=fault.error, content=fault.content
+            ) from fault
         run.faults.append(fault)
         if fault.died and fault.executed:
-            run.broken_off += [one for one in (route.prefill, route.decode) if one and one.name == fault.engine]
+            run.broken_off += [one for one in self._engines.all() if one.name == fault.engine]
         if answered and not begun and fault.engine == run.record.decode_engine:
             # it lives and answered: what it could not do is take the KV (``kv_load_failure_policy: fail``)
             run.colocate = "the KV transfer failed"
@@ -357,7 +373,7 @@ class Legs:
 
     def _leg(self, run: _Run[Any], engine: EngineView, role: str) -> Leg:
         request_id = f"{run.ask.request_id}-{run.record.attempts}-{role}"
-        headers = {**run.ask.headers, "Content-Type": "application/json", "X-Request-Id": request_id}
+        headers = {"Content-Type": "application/json", **run.ask.headers, "X-Request-Id": request_id}
         if role == "decode" and run.decode_rank is not None:
             headers["X-data-parallel-rank"] = run.decode_rank
         if engine.api_key:

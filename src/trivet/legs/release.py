@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 _PATIENCE_S = 1.0
 """A release leg that is not served by then is aborted, which makes its engine tell prefill all the same: KV is free
 within two seconds also when decode is too busy to take it."""
+_GRACE_S = 0.1
+"""A prefill leg that ends by itself within that is not aborted: an abort that meets the end of its request inside vLLM
+drops the answer, and with it where the KV is that is held then."""
 _ABORT_AGAIN_S = (0.1, 0.2, 0.4, 0.8)
 """An abort that overtakes its request on the way finds nothing to end, so it is repeated."""
 _CLOSE_S = 5.0
@@ -81,7 +84,8 @@ class Releases:
 
     async def _abandon(self, ask: Ask[Any], leg: Leg, call: asyncio.Task[Prefilled[Any]], spare: Sequence[Leg]) -> None:
         try:
-            if leg.engine.aborts:
+            ended, _ = await asyncio.wait([call], timeout=_GRACE_S)
+            if not ended and leg.engine.aborts:
                 # not closed at once: an answer that is on its way says where the KV is that must be released
                 for pause_s in _ABORT_AGAIN_S:
                     await abort(leg.session, leg.engine, ask.engine_id(leg))

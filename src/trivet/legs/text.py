@@ -116,7 +116,7 @@ def why_unsplittable(path: str, body: object) -> str | None:
 def prefill_text_body(body: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
     """The body of a prefill leg: the prompt as it is, and one token after it."""
     rewritten = {name: value for name, value in body.items() if name not in _ONLY_THE_ANSWER}
-    rewritten |= {"stream": False, "n": 1, "max_tokens": 1, "kv_transfer_params": dict(params)}
+    rewritten |= {"stream": False, "n": 1, "max_tokens": 1, "min_tokens": 1, "kv_transfer_params": dict(params)}
     if "max_completion_tokens" in body:  # wins over max_tokens
         rewritten["max_completion_tokens"] = 1
     return rewritten
@@ -275,7 +275,11 @@ def _event(engine: str, event: bytes, head: Mapping[str, str] | None, computed: 
         raise LegError(engine, "sent an event that is not JSON", status=502) from error
     with reading(engine):
         if value.get("error"):
-            raise refusal(engine, data, 500)
+            fault = refusal(engine, data, 500)
+            if fault.status != 400:
+                raise fault
+            # vLLM finds some requests at fault only when their stream is open, and says so in it
+            return TextPiece(event, head, finish_reason="error")
         reason = None
         choices = value.get("choices") or ()
         for choice in choices:

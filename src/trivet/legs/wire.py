@@ -33,6 +33,7 @@ class LegError(Exception):
         *,
         status: int | None = None,
         error: Mapping[str, Any] | None = None,
+        content: bytes | None = None,
         died: bool = False,
         executed: bool = True,
     ) -> None:
@@ -40,6 +41,7 @@ class LegError(Exception):
         Args:
             status: the HTTP status, or the code of an error event; None if there was no answer.
             error: the engine's error object.
+            content: the engine's whole answer, where that is JSON.
             died: the engine broke off or fell silent, so nothing says that it still lives.
             executed: the engine may have begun to compute.
         """
@@ -48,6 +50,7 @@ class LegError(Exception):
         self.problem = problem
         self.status = status
         self.error = error
+        self.content = content
         self.died = died
         self.executed = executed and status not in _NOT_EXECUTED
 
@@ -326,6 +329,9 @@ def _token_id(entry: Mapping[str, Any]) -> int:
 def refusal(engine: str, content: bytes, status: int) -> LegError:
     """What an engine says when it refuses or fails: OpenAI's error form, or whatever it sent."""
     said, status = status, status if _is_error(status) else 502
+    if said in (401, 403):  # of the gateway's own key: nothing that a client could mend
+        told = content[:200].decode("utf-8", errors="replace").strip()
+        return LegError(engine, f"does not let the gateway in (HTTP {said}: {told})", status=502, executed=False)
     try:
         body = orjson.loads(content)
     except orjson.JSONDecodeError:
@@ -336,7 +342,7 @@ def refusal(engine: str, content: bytes, status: int) -> LegError:
         return LegError(engine, str(error), status=status)
     code = error.get("code")
     problem = str(error.get("message", error))
-    return LegError(engine, problem, status=code if _is_error(code) else status, error=error)
+    return LegError(engine, problem, status=code if _is_error(code) else status, error=error, content=content)
 
 
 def _is_error(status: object) -> TypeGuard[int]:

@@ -69,14 +69,18 @@ class TokenChunk:
 class ServingError(Exception):
     """A generation that could not be served. The client gets ``status`` and ``message`` in OpenAI's error form.
 
-    ``error`` is the error object of the engine that refused it, where that is what the client should see.
+    ``error`` is the error object of the engine that refused it, where that is what the client should see, and
+    ``content`` all that it answered, as JSON.
     """
 
-    def __init__(self, message: str, *, status: int = 503, error: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, message: str, *, status: int = 503, error: Mapping[str, Any] | None = None, content: bytes | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.status = status
         self.error = error
+        self.content = content
 
 
 class TokenEngine(Protocol):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 from trivet.surface.http import Message, Receive
 
@@ -65,8 +64,7 @@ class Inbox:
         """Ends what still listens."""
         if self._leaving is not None:
             self._leaving.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._leaving
+            await asyncio.wait([self._leaving])
 
     async def _until_left(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
