@@ -31,6 +31,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _GUARDED = ("/v1", "/v2", "/inference")
 _CONTROL = ("/sim/faults", "/sim/state")
 _LARGEST_BODY_BYTES = 256 * 2**20
+_PORT_AGAIN_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 _KEEPALIVE_S = 5.0
 """As vLLM's ``VLLM_HTTP_TIMEOUT_KEEP_ALIVE``."""
 _BUSY = (
@@ -72,6 +73,7 @@ class SimEngine:
         self._background: set[asyncio.Task[Any]] = set()
         self._offers: dict[SimSequence, dict[str, Any]] = {}
         self._is_up = False
+        self._ended = asyncio.Event()
         self._new_core()
 
     def _new_core(self) -> None:
@@ -224,15 +226,15 @@ class SimEngine:
             await self._runner.cleanup()
             raise
         self.scheduler.start()
+        self._ended = asyncio.Event()
         self._is_up = True
 
     async def stop(self) -> None:
         """Ends at once: connections are cut, requests aborted."""
-        if self._listening_again is not None:
-            self._listening_again.cancel()
-            await asyncio.gather(self._listening_again, return_exceptions=True)
-            self._listening_again = None
         self._disappear()
+        if self._listening_again is not None:
+            await self._listening_again
+            self._listening_again = None
         await self.scheduler.stop()
         await self.handovers.close()
         for task in list(self._background):
@@ -248,6 +250,11 @@ class SimEngine:
         self.generation += 1
         self._log.clear()
         self._new_core()
+        for pause_s in _PORT_AGAIN_S:  # somebody's outgoing connection may have been given the port for a moment
+            with contextlib.suppress(PortInUseError):
+                await self.start()
+                return
+            await asyncio.sleep(pause_s)
         await self.start()
 
     def exit(self, status: int = 1) -> None:
@@ -297,19 +304,30 @@ class SimEngine:
                 transport.abort()
 
         async def listen_again() -> None:
-            await asyncio.sleep(seconds)
-            with contextlib.suppress(TrivetError):
-                await self._listen()
+            ended = self._ended
+            pauses = iter(_PORT_AGAIN_S)
+            pause_s: float | None = seconds
+            # never cancelled, as what opens a socket would leave it open
+            while pause_s is not None and self._listener is None:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(ended.wait(), pause_s)
+                if ended.is_set():
+                    return
+                with contextlib.suppress(TrivetError):
+                    await self._listen()
+                pause_s = next(pauses, None)
+            if ended.is_set() and self._listener is not None:
+                self._listener.close()
+                self._listener = None
 
         self._listening_again = asyncio.create_task(listen_again(), name=f"{self.name} listens again")
 
     def _disappear(self) -> None:
         self._is_up = False
+        self._ended.set()
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-        if self._listening_again is not None:
-            self._listening_again.cancel()
         for transport in self._transports():
             transport.abort()
 
