@@ -85,6 +85,8 @@ class RequestRecord:
     """When the client's time is up, on the clock of ``now_s``; None if it has all time."""
     forwarded: Mapping[str, str] = field(default_factory=dict)
     """The client's headers that engines see."""
+    may_steer: bool = False
+    """Whether the topology lets this client say how KV is moved."""
     decode_rank: str | None = None
     """Which data-parallel rank the decode leg, or the only one, must go to, where the topology lets clients say."""
     generations: list[GenerationRecord] = field(default_factory=list)

@@ -50,7 +50,7 @@ tiers:
   prefill:
   decode:
   mixed:          # plain: vLLM without any connector, the reference
-gateway: {{port: 0, drain_s: 5}}
+gateway: {{port: 0, drain_s: 5, continue_answers: true}}   # the scripted processor knows where it is
 """
 
 TEXT_TOPOLOGY = """\

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from helpers.parity import chat, table
+from helpers.parity import IS_OLD, chat, table
 
 pytestmark = pytest.mark.e2e
 
@@ -196,18 +196,6 @@ def test_reasoning(parity, case):
             "<think>I ponder.</think>" + CALL, stop=["Rome"], by_chunks=TEXTS, **THINKING
         ),
         "a call inside thought": calling("<think>" + CALL + "</think>Speak.", **THINKING),
-        "a form after thought": chat(
-            "<think>I ponder.</think>red",
-            structured_outputs={"choice": ["red", "green"]},
-            max_tokens=24,
-            **THINKING,
-        ),
-        "a required call after thought": calling(
-            "<think>Hm.</think>" + CALL,
-            tool_choice="required",
-            **THINKING,
-        ),
-        "a named call after thought": calling("<think>Hm.</think>" + CALL, tool_choice=NAMED, **THINKING),
         "the model's own thoughts": chat(**THINKING),
         "effort none": chat(reasoning_effort="none"),
         "effort low": chat(reasoning_effort="low"),
@@ -216,3 +204,25 @@ def test_reasoning(parity, case):
 )
 def test_reasoning_and_other_features(parity, case):
     assert parity.check(case).status == 200
+
+
+@table(
+    {
+        "a form": chat(
+            "<think>I ponder.</think>red",
+            structured_outputs={"choice": ["red", "green"]},
+            max_tokens=24,
+            **THINKING,
+        ),
+        "a required call": calling("<think>Hm.</think>" + CALL, tool_choice="required", **THINKING),
+        "a named call": calling("<think>Hm.</think>" + CALL, tool_choice=NAMED, **THINKING),
+    }
+)
+def test_what_a_grammar_rules_after_thought(parity, case):
+    """vLLM 0.30's engines cannot be told over token ids where thought ends: refused by name there."""
+    if IS_OLD and parity.plane == "tokens":
+        asked = parity.ask(case)
+        assert "needs engines of vLLM 0.31" in asked.answer.result().text
+        assert asked.expected.result().status == 200
+    else:
+        assert parity.check(case).status == 200

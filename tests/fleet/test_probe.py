@@ -8,7 +8,7 @@ from aiohttp.test_utils import TestServer
 
 from helpers.engines import nobody_listens
 from trivet.fleet import probe
-from trivet.fleet.probe import Health, canary, health, metrics, parse_metrics, version
+from trivet.fleet.probe import Health, can_abort, canary, health, metrics, parse_metrics, version
 
 
 class Engine:
@@ -224,3 +224,22 @@ async def test_metrics_are_asked_for(session, engine):
 async def test_what_are_no_metrics_is_none(session, engine, status, text):
     engine.status, engine.text = status, text
     assert await metrics(session, engine.url) is None
+
+
+# aborts
+
+
+@pytest.mark.parametrize(("status", "expected"), [(200, True), (404, False), (401, False), (405, False), (500, False)])
+async def test_whether_requests_can_be_ended_by_id(engine, session, status, expected):
+    engine.status = status
+    assert await can_abort(session, engine.url, "secret") is expected
+    ((method, path, headers, body),) = engine.asked
+    assert (method, path, json.loads(body)) == ("POST", "/inference/v1/abort_requests", {"request_ids": []})
+    assert headers["Authorization"] == "Bearer secret"
+
+
+async def test_an_engine_that_cannot_be_asked_cannot_end_them(engine, session):
+    engine.broken = True
+    assert await can_abort(session, engine.url) is False
+    with nobody_listens() as url:
+        assert await can_abort(session, url) is False

@@ -4,6 +4,7 @@ import asyncio
 import os
 import shlex
 import signal
+import socket
 import sys
 import time
 from contextlib import asynccontextmanager
@@ -121,6 +122,49 @@ async def test_a_process_that_has_only_just_started_can_be_ended(log, how):
         await asyncio.wait_for(getattr(process, how)(), WAIT_S)
         assert process.status is not None
         assert left_of([process.pid]) == []
+
+
+LISTENING = """
+import os, socket, sys, time
+if sys.argv[3:] and os.fork():
+    time.sleep(60)
+holder = socket.socket(socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET)
+holder.bind((sys.argv[1], int(sys.argv[2])))
+holder.listen()
+print(holder.getsockname()[1], flush=True)
+time.sleep(60)
+"""
+"""Listens, or has a child that does, and says on which port."""
+
+
+@pytest.mark.parametrize("child", [[], ["child"]], ids=["itself", "child"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::1", "::"])
+async def test_who_listens_on_a_port(log, host, child):
+    if ":" in host and not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    async with started(sys.executable, "-c", LISTENING, host, "0", *child, log=log) as process:
+        await holds(lambda: log.read_text().endswith("\n"))
+        port = int(log.read_text())
+        assert process.listens_on(port)
+        assert not process.listens_on(port - 1)
+        async with started("sleep", "60", log=log.with_name("other.log")) as other:
+            assert not other.listens_on(port)
+    assert not process.listens_on(port)
+
+
+@pytest.mark.parametrize("connected", [False, True])
+async def test_who_only_holds_a_port_or_speaks_there_does_not_listen(log, connected):
+    """Our own listener is a stranger to the process."""
+    code = "import socket, sys, time; s = socket.socket(); s.bind(('127.0.0.1', 0))\n"
+    if connected:
+        code = "import socket, sys, time; s = socket.create_connection(('127.0.0.1', int(sys.argv[1])))\n"
+    code += "print(s.getsockname()[1], flush=True); time.sleep(60)"
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        async with started(sys.executable, "-c", code, str(port), log=log) as process:
+            await holds(lambda: log.read_text().endswith("\n"))
+            assert not process.listens_on(port)
+            assert not process.listens_on(int(log.read_text()))
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])

@@ -203,7 +203,43 @@ async def test_the_facts_of_an_engine(tmp_path):
             "log": str(tmp_path / "logs" / "mixed-0.log"),
             "cached_block_tokens": 16,
             "api_key": None,
+            "aborts": False,
         }
+
+
+@pytest.mark.parametrize("aborts", [True, False])
+async def test_whether_an_engine_can_end_a_request_by_its_id_is_asked(tmp_path, aborts):
+    async with fleet_of(tmp_path, FakeEngine(tmp_path, aborts=aborts)) as fleet:
+        await fleet.start()
+        assert fleet.engines["mixed-0"].facts()["aborts"] is aborts
+
+
+async def test_a_stranger_on_an_engines_port_is_not_that_engine(tmp_path):
+    """It answers every question as an engine would."""
+    engine = FakeEngine(tmp_path, start="wait")
+    stranger = FakeEngine(tmp_path / "stranger")
+    command = [sys.executable, "-S", fake_engine.__file__, str(engine.plan.port), str(stranger.folder)]
+    other = await GuardedProcess.start(command, {}, tmp_path / "stranger.log")
+    try:
+        await holds(lambda: stranger.noted("starts"))
+        async with fleet_of(tmp_path, engine) as fleet:
+            async with aiohttp.ClientSession() as session:
+                for _ in range(500):
+                    if await probe.health(session, engine.plan.url) is probe.Health.OK:
+                        break
+                    await asyncio.sleep(0.01)
+            starting = asyncio.create_task(fleet.start())
+            await holds(lambda: engine.noted("starts"))
+            await asyncio.sleep(0.3)
+            assert not starting.done()
+            assert set(fleet.states()) == {"starting"}
+            assert stranger.noted("canaries") == []
+            await other.stop()
+            engine.behave()
+            await asyncio.wait_for(starting, WAIT_S)
+            assert fleet.states()[-1] == "ready"
+    finally:
+        await other.stop()
 
 
 async def test_an_engines_words_are_in_its_log(tmp_path):

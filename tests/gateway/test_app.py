@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import hmac
+import json
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import SimpleNamespace
@@ -49,6 +50,8 @@ GENERATING = [
     "/cohere/v2/chat",
     "/inference/v1/generate",
     "/invocations",
+    "/generative_scoring",
+    "/v1/systemone",
 ]
 NOT_READY = {
     "error": {
@@ -302,12 +305,33 @@ async def test_what_vllm_leaves_open_needs_a_key_all_the_same(path):
         assert (await one.post(path, authorization="Bearer first-key")).text == "vllm"
 
 
-async def test_the_keys_of_what_vllm_guards_are_vllms_business():
-    """Its server is given the same keys."""
+@pytest.mark.parametrize("path", [CHAT, "/v1/embeddings", "/v2/rerank", "/inference/v1/generate", "/cohere/v2/chat"])
+async def test_keys_of_what_vllm_guards_are_asked_for_in_its_words_and_before_a_body_is_read(path):
     async with gateway(view(), api_keys=KEYS) as one:
-        assert (await one.post()).text == "vllm"
-        assert (await one.post(authorization="Bearer first-key")).text == "vllm"
-        assert one.frontend.header(b"authorization") == [b"Bearer first-key"]
+        asked = []
+
+        async def receive() -> dict:
+            asked.append(1)
+            return {"type": "http.disconnect"}
+
+        sent: list[dict] = []
+
+        async def send(message: dict) -> None:
+            sent.append(message)
+
+        await one.app({"type": "http", "method": "POST", "path": path, "headers": []}, receive, send)
+        assert (sent[0]["status"], json.loads(sent[1]["body"])) == (401, {"error": "Unauthorized"})
+        refused = await one.post(path, authorization="Bearer wrong")
+        assert (refused.status_code, refused.json()) == (401, {"error": "Unauthorized"})
+        assert (asked, one.frontend.scopes) == ([], [])
+        assert (await one.post(path, authorization="Bearer first-key")).text == "vllm"
+        assert one.frontend.header(b"authorization") == [b"Bearer first-key"]  # its server is given the same keys
+
+
+async def test_browsers_may_ask_without_a_key_what_they_may_do():
+    async with gateway(view(), api_keys=KEYS) as one:
+        assert (await one.client.options(CHAT)).text == "vllm"
+        assert (await one.get("/v1/models")).status_code == 401
 
 
 # request ids
@@ -455,7 +479,7 @@ async def test_a_front_end_that_fails_leaves_nothing_behind():
         with pytest.raises(RuntimeError, match="broken"):
             await one.post(x_request_id="mine")
         assert current_request.get() is None
-        assert (await one.get("/trivet/requests/mine")).json()["status"] is None
+        assert (await one.get("/trivet/requests/mine")).json()["status"] == 500  # as the server answers
 
 
 @pytest.mark.parametrize("path", ["/trivet/requests/unknown", "/trivet/requests/", "/trivet/requests/a/b"])
@@ -740,6 +764,10 @@ async def test_a_body_that_is_too_large_is_refused():
         assert response.status_code == 413
         assert response.json()["error"]["message"] == "the body is larger than 1 MiB (gateway.limits.body_mib)"
         assert len(one.frontend.scopes) == 1
+        assert (await one.post("/tokenize", body=b" " * 2**20)).status_code == 200
+        other = await one.post("/tokenize", body=b" " * (2**20 + 1))
+        assert (other.status_code, other.json()) == (413, response.json())
+        assert len(one.frontend.scopes) == 2
 
 
 @pytest.mark.parametrize(
@@ -919,6 +947,42 @@ async def test_a_client_that_leaves_before_its_body_has_come_is_forgotten():
         await one.app({"type": "http", "method": "POST", "path": CHAT, "headers": []}, receive, send)
         assert (sent, one.frontend.scopes) == ([], [])
         assert await one.count(f'trivet_requests_total{{path="{CHAT}",status="499"}}') == 1.0
+
+
+async def test_a_client_that_leaves_before_its_answer_begins_is_counted():
+    async with gateway(view()) as one:
+
+        async def wait(scope, receive, send) -> None:
+            await receive()
+            assert (await receive())["type"] == "http.disconnect"
+
+        one.frontend.serve = wait
+        await Client(one, x_request_id="mine").leave()
+        assert await one.count(f'trivet_requests_total{{path="{CHAT}",status="499"}}') == 1.0
+        assert (await one.get("/trivet/requests/mine")).json()["status"] == 499
+
+
+async def test_a_deadline_ends_the_wait_in_the_queue():
+    async with gateway(view(), admission=Admission(1, 5, 10.0)) as one:
+        held = Held(one)
+        first = asyncio.create_task(one.post())
+        await holds(lambda: held.waiting)
+        late = await one.post(x_trivet_deadline_s="0.05")
+        assert late.status_code == 504
+        assert late.json()["error"]["message"] == "the request's deadline has passed"
+        assert one.app.gauges().requests_waiting == 0
+        held.go.set()
+        assert (await first).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("allow", "may"),
+    [((), False), (("request_id",), False), (("kv_transfer_params",), True), (("ec_transfer_params",), True)],
+)
+async def test_whether_a_client_may_steer_is_the_topologys_to_say(allow, may):
+    async with gateway(view(), rules=Rules(allow=allow)) as one:
+        await one.post()
+        assert one.frontend.records[0].may_steer is may
 
 
 async def test_a_server_that_gives_up_on_a_queued_request_leaves_nothing():

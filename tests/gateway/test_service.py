@@ -279,6 +279,25 @@ async def test_a_worker_is_told_all_it_must_know(tmp_path, program):
         ]
 
 
+@pytest.mark.parametrize(
+    ("flags", "wish", "obstacle"),
+    [
+        ((), None, None),
+        (("--dtype", "x"), None, None),
+        (("--logits-processors", "a:B"), None, "engines have --logits-processors, which may count the answer's tokens"),
+        (("--watermark_config={}",), None, "engines have --watermark-config, which may count the answer's tokens"),
+        (("--watermark-config.a=1",), None, "engines have --watermark-config.a, which may count the answer's tokens"),
+        (("--logits-processors", "a:B"), True, None),
+        ((), False, "gateway.continue_answers is false"),
+    ],
+)
+async def test_a_worker_is_told_why_answers_may_not_be_continued(tmp_path, program, flags, wish, obstacle):
+    engines = [EnginePlan(f"mixed-{n}", "mixed", "http://x", "cpu", "trivet", own_flags=flags * n) for n in (0, 1)]
+    async with worker_of(tmp_path, plan_of(*engines, continue_answers=wish)) as one:
+        await one.worker.start()
+        assert program.noted("starts")[0]["config"]["obstacle"] == obstacle
+
+
 async def test_the_fleets_news_reach_a_worker(tmp_path, program):
     async with worker_of(tmp_path) as one:
         await one.worker.start()

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from aiohttp import web
 
 from helpers.engines import (
     AT_ONCE_S,
@@ -34,6 +35,7 @@ from trivet.legs.life import Legs
 from trivet.legs.watch import Patience
 from trivet.legs.wire import open_session
 from trivet.routing.engines import Engines, EngineView
+from trivet.surface.sse import event_of
 
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -225,7 +227,7 @@ async def test_a_decode_that_could_not_take_the_kv_serves_the_request_colocated(
     d = decode(refusing(500), json_answer(ANSWER))
     async with gateway(prefill(), d) as one:
         response = await one.post()
-        assert (await one.facts(response))["reason"] == "the KV transfer failed (decode-0: not today)"
+        assert (await one.facts(response))["reason"] == "decode failed the split request (decode-0: not today)"
     assert response.json() == ANSWER
     assert "kv_transfer_params" not in [call for call in d.calls if call.leg == "decode"][1].body
 
@@ -259,6 +261,16 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_event(rest, cut, told
     assert e.calls == []
 
 
+@pytest.mark.parametrize("code", [429, 503])
+async def test_kv_of_which_something_was_given_is_offered_to_nobody_else(code):
+    event = {"error": {"message": "going down", "code": code}}
+    d, e = decode(streaming(sse(delta("a")), sse(event))), decode(name="decode-1")
+    async with gateway(prefill(), d, e) as one:
+        response = await one.post(body=HELLO | {"stream": True})
+    assert response.content == sse(delta("a")) + event_of(event) + DONE
+    assert "decode" not in e.legs()
+
+
 async def test_a_deadline_ends_a_request():
     async with gateway(decode(hanging()), connector=None) as one:
         response = await one.post(x_trivet_deadline_s="0.05")
@@ -266,8 +278,60 @@ async def test_a_deadline_ends_a_request():
 
 
 async def test_an_engine_that_says_nothing_is_replaced():
-    async with gateway(decode(hanging()), decode(name="decode-1"), connector=None, patience=Patience(0.05)) as one:
+    """Where it says something before its answer is whole."""
+    d, e = decode(hanging()), decode(streaming(sse(delta("a", "stop")), DONE), name="decode-1")
+    async with gateway(d, e, connector=None, patience=Patience(0.05)) as one:
+        assert (await one.post(body=HELLO | {"stream": True})).content == sse(delta("a", "stop")) + DONE
+    assert (len(d.calls), len(e.calls)) == (1, 1)
+
+
+async def test_an_answer_that_comes_whole_may_take_long():
+    async def slow(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(0.4)
+        return web.json_response(ANSWER)
+
+    d, e = decode(slow), decode(name="decode-1")
+    async with gateway(d, e, connector=None, patience=Patience(0.05)) as one:
         assert (await one.post()).json() == ANSWER
+    assert (len(d.calls), len(e.calls)) == (1, 0)
+
+
+async def test_what_prefill_refuses_is_said_by_an_engine_that_has_the_clients_own_body():
+    """Prefill's body is another: what it finds wrong with that, a client could not understand."""
+    p, d = prefill(refusing(400, "max_tokens 1 is odd")), decode(refusing(400, "max_tokens 99 is odd"))
+    async with gateway(p, d) as one:
+        response = await one.post(body=HELLO | {"max_tokens": 99})
+        facts = await one.facts(response)
+    assert (response.status_code, response.json()["error"]["message"]) == (400, "max_tokens 99 is odd")
+    assert (len(p.calls), json.loads(d.calls[0].raw)) == (1, HELLO | {"max_tokens": 99})
+    assert facts["reason"].startswith("prefill refused it")
+
+
+async def test_what_only_prefill_refuses_is_served():
+    p, d = prefill(refusing(400, "odd")), decode()
+    async with gateway(p, d) as one:
+        assert (await one.post()).json() == ANSWER
+
+
+async def test_a_clients_content_type_reaches_engines():
+    p, d = prefill(), decode()
+    async with gateway(p, d) as one:
+        await one.post(content_type="application/json; charset=utf-8")
+    assert [call.headers["Content-Type"] for call in (*p.calls, *d.calls)] == ["application/json; charset=utf-8"] * 2
+
+
+async def test_an_error_is_the_engines_whole_answer():
+    said = {"error": {"message": "no", "code": 400}, "hint": {"a": 1}}
+    async with gateway(decode(json_answer(said, 400)), connector=None) as one:
+        assert (await one.post()).json() == said
+
+
+async def test_a_request_that_is_found_at_fault_in_its_stream_is_told_so_as_it_is():
+    stream = sse({"error": {"message": "bad grammar", "type": "BadRequestError", "code": 400}}) + DONE
+    d, e = decode(streaming(stream)), decode(name="decode-1")
+    async with gateway(d, e, connector=None) as one:
+        response = await one.post(body=HELLO | {"stream": True})
+    assert (response.status_code, response.content, e.calls) == (200, stream, [])
 
 
 @pytest.mark.parametrize("value", ["plain", "t\xf6pf", "\u4f60"])
@@ -402,7 +466,7 @@ async def test_what_is_not_for_clients_reaches_no_engine(method, path):
     d = decode()
     async with gateway(d) as one:
         response = await one.client.request(method, path)
-    assert (response.status_code, response.json()["error"]["code"]) == (404, 404)
+    assert (response.status_code, response.json()) == (404, {"detail": "Not Found"})  # as vLLM says it
     assert (d.calls, d.aborted) == ([], [])
 
 

@@ -36,6 +36,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path == "/inference/v1/abort_requests":
+            self._answer(200 if behaviour(self.folder).get("aborts") else 404, b"{}")
+            return
         note(self.folder / "canaries", {"model": body["model"], "key": self.headers["authorization"]})
         while behaviour(self.folder).get("canary") == "hang":
             time.sleep(0.01)
@@ -92,6 +95,9 @@ def main() -> None:
         titled_child(title)
     if wishes.get("start") == "hang":
         time.sleep(60)
+    while behaviour(folder).get("start") == "wait":
+        time.sleep(0.01)
+    wishes = behaviour(folder)
     if status := wishes.get("start"):
         print("the engine cannot start", flush=True)
         if status < 0:

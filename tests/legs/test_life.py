@@ -401,9 +401,13 @@ async def test_a_request_for_which_prefill_hands_nothing_over_is_served_colocate
 # prefill fails
 
 CANNOT = "sent what cannot be read "
+NOT_LET_IN = (
+    'does not let the gateway in (HTTP {0}: {{"error": {{"message": "not today", "type": "Error", "param": null, '
+    '"code": {0}}}}})'
+)
 TROUBLE = {
-    "401": (refusing(401), "not today"),
-    "403": (refusing(403), "not today"),
+    "401": (refusing(401), NOT_LET_IN.format(401)),
+    "403": (refusing(403), NOT_LET_IN.format(403)),
     "404": (refusing(404), "not today"),
     "500": (refusing(500), "not today"),
     "503": (refusing(503), "not today"),
@@ -462,10 +466,9 @@ async def test_a_prefill_that_refuses_connections_is_replaced_too():
 
 DECODE_TROUBLE = {
     "500": (refusing(500), "not today"),
-    "403": (refusing(403), "not today"),
     "error event": (streaming({"error": {"message": "KV load failed", "code": 500}}, DONE), "KV load failed"),
-    "ends": (streaming(DONE), "the stream ended before the answer did"),
 }
+ENDS = streaming(DONE)
 
 
 @pytest.mark.parametrize(("reply", "problem"), DECODE_TROUBLE.values(), ids=DECODE_TROUBLE)
@@ -478,7 +481,43 @@ async def test_a_decode_that_could_not_take_the_kv_serves_the_request_colocated(
     assert "kv_transfer_params" not in again.body
     assert p.legs() == ["prefill"]
     assert (service.record.split, service.record.decode_engine) == (False, "decode-0")
-    assert service.record.reason == f"the KV transfer failed (decode-0: {problem})"
+    assert service.record.reason == f"decode failed the split request (decode-0: {problem})"
+
+
+@pytest.mark.parametrize("status", [401, 403])
+async def test_an_engine_that_does_not_let_the_gateway_in_is_passed_over(status):
+    p, d, e = prefill(), decode(refusing(status)), decode(name="decode-1")
+    async with serving(p, d, e) as service:
+        assert tokens_of(await service.ask()) == [5, 6]
+    assert (p.legs(), d.legs(), e.legs()) == (["prefill"], ["decode"], ["decode"])
+    assert e.calls[0].body["kv_transfer_params"] == HANDED_OVER
+
+
+@pytest.mark.parametrize("status", [401, 403])
+async def test_where_none_lets_the_gateway_in_that_is_no_fault_of_the_clients_key(status):
+    async with serving(mixed(refusing(status))) as service:
+        error = await service.fails()
+    assert error.status == 502
+    assert f"does not let the gateway in (HTTP {status}: " in error.message
+
+
+async def test_a_decode_that_lacks_what_is_asked_for_is_not_asked_for_it_again():
+    """An adapter, say, which another engine may have."""
+    p, d, m = prefill(), decode(refusing(404)), mixed()
+    async with serving(p, d, m) as service:
+        assert tokens_of(await service.ask()) == [8, 9]
+        await service.legs.close()
+    assert [leg for leg in d.legs() if leg == "decode"] == ["decode"]
+    assert service.record.reason == "decode failed the split request (decode-0: not today)"
+
+
+async def test_a_decode_that_ends_its_answer_before_the_first_token_is_avoided():
+    """So vLLM 0.30 says that it was told to end: it is going down."""
+    p, d, e = prefill(), decode(ENDS), decode(name="decode-1")
+    async with serving(p, d, e) as service:
+        assert tokens_of(await service.ask()) == [5, 6]
+    assert (service.record.split, service.record.decode_engine) == (True, "decode-1")
+    assert service.record.reason == "a pair is ready (decode-0: the stream ended before the answer did)"
 
 
 async def test_after_a_failed_transfer_another_decode_has_its_turn():
@@ -486,10 +525,10 @@ async def test_after_a_failed_transfer_another_decode_has_its_turn():
     async with serving(p, d, e) as service:
         assert tokens_of(await service.ask()) == [5, 6]
     assert (service.record.split, service.record.decode_engine) == (False, "decode-1")
-    assert service.record.reason == "the KV transfer failed (decode-0: not today)"
+    assert service.record.reason == "decode failed the split request (decode-0: not today)"
 
 
-@pytest.mark.parametrize("status", [401, 403, 404, 500, 502, 504])
+@pytest.mark.parametrize("status", [404, 500, 502, 504])
 async def test_what_a_colocated_leg_is_answered_is_the_clients_to_see(status):
     """With its status and its words: it cannot have been the transfer."""
     d, e = decode(refusing(500, "a"), refusing(status, "b")), decode(name="decode-1")
@@ -540,10 +579,10 @@ async def test_the_kv_of_a_leg_that_decode_did_not_accept_is_released_elsewhere(
     assert d.legs() == ["decode"]
 
 
-@pytest.mark.parametrize("name", ["error event", "ends"])
-async def test_the_kv_of_a_leg_that_ended_without_a_token_is_released_elsewhere(name):
+@pytest.mark.parametrize("reply", [DECODE_TROUBLE["error event"][0], ENDS], ids=["error event", "ends"])
+async def test_the_kv_of_a_leg_that_ended_without_a_token_is_released_elsewhere(reply):
     """It may have ended before it took the KV."""
-    p, d, e = prefill(), decode(DECODE_TROUBLE[name][0]), decode(name="decode-1")
+    p, d, e = prefill(), decode(reply), decode(name="decode-1")
     async with serving(p, d, e) as service:
         await service.ask()
         await service.legs.close()
@@ -556,6 +595,25 @@ async def test_the_kv_of_a_leg_that_gave_a_token_is_decodes_to_release():
         await service.ask()
         await service.legs.close()
     assert (d.legs(), e.legs()) == (["decode"], ["decode"])
+
+
+async def test_kv_of_which_a_piece_was_given_is_offered_to_nobody_else():
+    """Also where an error says that nothing had begun."""
+    p, e = prefill(), decode(speaking(6), name="decode-1")
+    d = decode(streaming(chunk(5), {"error": {"message": "going down", "code": 503}}, DONE))
+    async with serving(p, d, e) as service:
+        assert tokens_of(await service.ask()) == [5, 6]
+    assert (p.legs(), d.legs(), e.legs()) == (["prefill", "prefill"], ["decode"], ["decode"])
+    assert e.calls[0].body["token_ids"] == [11, 12, 13, 5]
+
+
+async def test_a_release_names_what_was_prefilled_whatever_was_sent_since():
+    p, d, e = prefill(), decode(refusing(500)), decode(speaking(8), name="decode-1")
+    async with serving(p, d, e, connector=SeedingConnector()) as service:
+        assert tokens_of(await service.ask()) == [7, 8]
+        await service.legs.close()
+    (releasing,) = [call for call in e.calls if call.leg == "release"]
+    assert releasing.body["token_ids"] == [11, 12, 13]
 
 
 async def test_a_release_is_the_shortest_request_with_the_same_prompt():
@@ -582,7 +640,7 @@ async def test_stamps_of_a_failed_attempt_are_forgotten():
         assert tokens_of(await service.ask()) == [8, 9]
     record = service.record
     assert (record.split, record.decode_engine, record.prefill_engine) == (False, "mixed-0", None)
-    assert record.reason == "the KV transfer failed (decode-0: not today)"
+    assert record.reason == "decode failed the split request (decode-0: not today)"
     assert (record.prefill_start_s, record.prefill_end_s, record.cached_tokens) == (None, None, None)
 
 
@@ -814,7 +872,7 @@ async def test_what_decode_refuses_as_the_clients_fault_is_not_retried_and_relea
     assert (p.legs(), d.legs(), e.legs()) == (["prefill"], ["decode"], ["release"])
 
 
-@pytest.mark.parametrize("status", [401, 403, 404, 405, 408, 500])
+@pytest.mark.parametrize("status", [404, 405, 408, 500])
 async def test_other_refusals_of_prefill_are_its_own_trouble(status):
     async with serving(prefill(refusing(status, "a")), decode()) as service:
         assert tokens_of(await service.ask()) == [5, 6]
@@ -907,6 +965,34 @@ async def test_a_request_under_which_two_engines_ended_is_not_given_a_third():
     told = "mixed-5: went out of service; mixed-6: went out of service"
     assert (error.message, error.status) == (f"no engine could serve this request: {told}", 503)
     assert (tokens_of(service.chunks), last.calls) == ([5, 6], [])
+
+
+@pytest.mark.parametrize("how", LOST)
+async def test_it_makes_no_difference_how_they_ended(how):
+    """The fleet may already know them anew, or no more, when they fail the request."""
+    p, last = prefill(), decode(name="decode-9")
+    lasting = [decode(streaming(chunk(token), asyncio.Event()), name=f"decode-{token}") for token in (5, 6)]
+    async with serving(p, *lasting, last) as service:
+        task = asyncio.create_task(service.fails(sampling={"max_tokens": 9, "temperature": 0.0}))
+        for number, engine in enumerate(lasting):
+            await engine.call()
+            await holds(lambda number=number: len(service.chunks) > number)
+            service.loses(engine.name, how)
+        assert (await asyncio.wait_for(task, WAIT_S)).status == 503
+    assert "decode" not in last.legs()
+
+
+async def test_a_decode_that_was_asked_in_anothers_place_counts_as_well():
+    full, d = decode(refusing(503)), decode(streaming(chunk(5), asyncio.Event()), name="decode-1")
+    e, last = decode(streaming(chunk(6), asyncio.Event()), name="decode-2"), decode(name="decode-9")
+    async with serving(prefill(), full, d, e, last) as service:
+        task = asyncio.create_task(service.fails(sampling={"max_tokens": 9, "temperature": 0.0}))
+        for number, engine in enumerate([d, e]):
+            await engine.call()
+            await holds(lambda number=number: len(service.chunks) > number)
+            service.loses(engine.name, "gone")
+        assert (await asyncio.wait_for(task, WAIT_S)).status == 503
+    assert "decode" not in last.legs()
 
 
 async def test_two_lost_connections_are_no_two_ended_engines(monkeypatch):
@@ -1291,10 +1377,57 @@ async def test_they_are_told_once_also_where_the_answer_breaks_off():
 
 async def test_a_client_that_steers_the_transfer_is_served_as_it_says():
     p, d = prefill(), decode()
+    owner = Journal().open("req-1", "/v1/completions")
+    owner.may_steer = True
     async with serving(p, d) as service:
-        await service.ask(kv_transfer_params={"mine": 1})
+        with owned_by(owner):
+            await service.ask(kv_transfer_params={"mine": 1})
     assert (p.calls, d.calls[0].body["kv_transfer_params"]) == ([], {"mine": 1})
     assert service.record.reason == "the client steers the transfer"
+
+
+@pytest.mark.parametrize("owned", [True, False])
+async def test_who_may_not_steer_does_not(owned):
+    p, d = prefill(), decode()
+    async with serving(p, d) as service:
+        with owned_by(Journal().open("req-1", "/v1/completions")) if owned else contextlib.nullcontext():
+            await service.ask(kv_transfer_params={"mine": 1}, ec_transfer_params={"mine": 2})
+    assert p.legs() == ["prefill"]
+    assert d.calls[0].body["kv_transfer_params"] == HANDED_OVER
+    assert "ec_transfer_params" not in d.calls[0].body
+
+
+async def test_a_conversation_reaches_engines_as_a_header():
+    p, d = prefill(), decode()
+    async with serving(p, d) as service:
+        await service.ask(session_id="talk-1")
+        await service.ask()
+    for engine in (p, d):
+        assert [call.headers.get("x-session-id") for call in engine.calls] == ["talk-1", None]
+
+
+async def test_where_engines_have_an_obstacle_no_answer_is_continued():
+    d, e = mixed(streaming(chunk(5), cut=True), name="mixed-0"), mixed(name="mixed-1")
+    async with serving(d, e) as service:
+        service.legs._obstacle = "engines count"
+        error = await service.fails()
+    assert (error.status, e.calls) == (502, [])
+    assert error.message.endswith("it cannot be continued on another engine (engines count)")
+
+
+async def test_an_answer_that_is_kept_is_stamped_while_it_is():
+    more = asyncio.Event()
+    m = mixed(streaming(chunk(5), more, chunk(6, finish_reason="length"), usage(), DONE))
+    owner = Journal().open("req-1", "/v1/completions")
+    async with serving(m) as service:
+        with owned_by(owner):
+            task = asyncio.create_task(service.ask(whole=True, sampling={"max_tokens": 2, "seed": 7}))
+        await holds(lambda: owner.generations and owner.generations[0].first_token_s)
+        assert (service.chunks, owner.generations[0].completion_tokens) == ([], 1)
+        first_s = owner.generations[0].first_token_s
+        more.set()
+        await task
+    assert (service.record.first_token_s, service.record.completion_tokens) == (first_s, 2)
 
 
 # time

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from helpers.engines import HANDED_OVER, WAIT_S
+from helpers.processes import holds
 from trivet.connectors import NixlConnector
 from trivet.legs import release
 from trivet.legs.ask import Leg, Prefilled
@@ -28,8 +29,8 @@ class Asked:
     def engine_id(self, leg: Leg) -> str:
         return f"engine-{leg.request_id}"
 
-    async def release(self, leg: Leg, params) -> None:
-        assert params == HANDED_OVER
+    async def release(self, leg: Leg, params, prompt) -> None:
+        assert (params, prompt) == (HANDED_OVER, "prompt")
         self.released.append(leg.engine.name)
         self.began.set()
         outcome = self.outcomes.pop(0) if self.outcomes else None
@@ -69,18 +70,19 @@ def leg_to(name: str, *, aborts: bool = True, role: str = "release") -> Leg:
 
 
 LEGS = [leg_to("decode-0"), leg_to("decode-1")]
+HELD = Prefilled(HANDED_OVER, None, prompt="prompt")
 REFUSED = LegError("decode-0", "not today", status=500)
 
 
 def test_kv_is_free_within_two_seconds():
-    """The longest way: a release leg that hangs, and then the abort of it."""
-    assert release._PATIENCE_S <= 1.5
+    """The longest way: two decode engines that hang, and then one that takes it."""
+    assert 2 * release._PATIENCE_S <= 1.5
     assert sum(release._ABORT_AGAIN_S) <= 2.0
 
 
 async def test_one_release_is_enough(releases):
     ask = Asked()
-    releases.release(ask, HANDED_OVER, LEGS)
+    releases.release(ask, HELD, LEGS)
     assert releases.pending == 1
     await releases.close()
     assert (ask.released, releases.pending, releases.unconfirmed) == (["decode-0"], 0, 0)
@@ -88,14 +90,14 @@ async def test_one_release_is_enough(releases):
 
 async def test_an_engine_that_cannot_leaves_it_to_the_next(releases):
     ask = Asked(REFUSED)
-    releases.release(ask, HANDED_OVER, LEGS)
+    releases.release(ask, HELD, LEGS)
     await releases.close()
     assert (ask.released, releases.unconfirmed) == (["decode-0", "decode-1"], 0)
 
 
 @pytest.mark.parametrize("legs", [LEGS, []])
 async def test_where_nobody_can_it_is_counted(releases, legs):
-    releases.release(Asked(REFUSED, REFUSED), HANDED_OVER, legs)
+    releases.release(Asked(REFUSED, REFUSED), HELD, legs)
     await releases.close()
     assert (releases.pending, releases.unconfirmed) == (0, 1)
 
@@ -103,9 +105,25 @@ async def test_where_nobody_can_it_is_counted(releases, legs):
 async def test_a_release_that_takes_too_long_is_ended(releases, aborted, monkeypatch):
     monkeypatch.setattr(release, "_PATIENCE_S", 0.01)
     ask = Asked(asyncio.Event())
-    releases.release(ask, HANDED_OVER, LEGS)
+    releases.release(ask, HELD, LEGS)
     await releases.close()
-    assert (ask.released, aborted) == (["decode-0"], ["engine-decode-0-release"])
+    assert (ask.released, aborted) == (["decode-0", "decode-1"], ["engine-decode-0-release"])
+    assert releases.unconfirmed == 0
+
+
+async def test_where_all_take_too_long_it_is_counted_once(releases, aborted, monkeypatch):
+    monkeypatch.setattr(release, "_PATIENCE_S", 0.01)
+    releases.release(Asked(asyncio.Event(), asyncio.Event()), HELD, LEGS)
+    await releases.close()
+    assert aborted == ["engine-decode-0-release", "engine-decode-1-release"]
+    assert releases.unconfirmed == 1
+
+
+async def test_what_nobody_foresaw_is_logged_and_counted(releases, caplog):
+    releases.release(Asked(RuntimeError("odd")), HELD, LEGS)
+    await releases.close()
+    assert (releases.pending, releases.unconfirmed) == (0, 1)
+    assert "RuntimeError: odd" in caplog.text
 
 
 NOTHING = [
@@ -121,7 +139,7 @@ NOTHING = [
 @pytest.mark.parametrize("answered", NOTHING)
 async def test_what_holds_nothing_is_not_released(releases, answered):
     ask = Asked()
-    releases.release(ask, answered, LEGS)
+    releases.release(ask, Prefilled(answered, None, prompt="prompt"), LEGS)
     assert releases.pending == 0
     await releases.close()
     assert ask.released == []
@@ -129,7 +147,7 @@ async def test_what_holds_nothing_is_not_released(releases, answered):
 
 async def test_without_a_connector_nothing_is_released():
     releases = Releases(Engines(), None)
-    releases.release(Asked(), HANDED_OVER, LEGS)
+    releases.release(Asked(), HELD, LEGS)
     assert releases.pending == 0
 
 
@@ -149,7 +167,7 @@ def prefilling(answer) -> asyncio.Task:
             await answer.wait()
         if isinstance(answer, BaseException):
             raise answer
-        return Prefilled(answer if isinstance(answer, dict) else HANDED_OVER, None)
+        return Prefilled(answer if isinstance(answer, dict) else HANDED_OVER, None, prompt="prompt")
 
     return asyncio.create_task(call())
 
@@ -169,10 +187,22 @@ async def test_an_answer_that_comes_late_is_released(releases, aborted):
     answer = asyncio.Event()
     ask, call = Asked(), prefilling(answer)
     releases.abandon(ask, PREFILL, call, LEGS)
-    await asyncio.sleep(0)
+    await holds(lambda: aborted)
     answer.set()
     await asyncio.wait_for(ask.began.wait(), WAIT_S)
     assert aborted == ["engine-prefill-0-prefill"]
+
+
+async def test_an_answer_that_is_about_to_come_is_not_aborted(releases, aborted, monkeypatch):
+    """An abort that meets the end of its request would drop the answer, and with it where the KV is."""
+    monkeypatch.setattr(release, "_GRACE_S", WAIT_S)
+    answer = asyncio.Event()
+    ask, call = Asked(), prefilling(answer)
+    releases.abandon(ask, PREFILL, call, LEGS)
+    await asyncio.sleep(0)
+    answer.set()
+    await asyncio.wait_for(ask.began.wait(), WAIT_S)
+    assert aborted == []
 
 
 async def test_an_answer_that_does_not_come_is_given_up(releases, aborted, monkeypatch):
@@ -204,7 +234,7 @@ async def test_closing_gives_up_on_what_takes_too_long(releases, aborted, monkey
     monkeypatch.setattr(release, "_CLOSE_S", 0.01)
     never = asyncio.Event()
     call = prefilling(never)
-    releases.release(Asked(never), HANDED_OVER, LEGS)
+    releases.release(Asked(never), HELD, LEGS)
     releases.abandon(Asked(), PREFILL, call, LEGS)
     await asyncio.wait_for(releases.close(), WAIT_S)
     assert releases.pending == 0

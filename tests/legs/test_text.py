@@ -3,13 +3,25 @@
 import asyncio
 import contextlib
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.engines import DONE, HANDED_OVER, FakeEngine, cutting, json_answer, raw_answer, refusing, sse, streaming
+from helpers.engines import (
+    DONE,
+    HANDED_OVER,
+    FakeEngine,
+    cutting,
+    hanging,
+    json_answer,
+    raw_answer,
+    refusing,
+    sse,
+    streaming,
+)
 from trivet.journal import GenerationRecord
 from trivet.legs import text
 from trivet.legs.ask import Computed, Leg
@@ -87,10 +99,10 @@ def test_a_client_cannot_say_the_field_itself():
 # the prefill leg's body
 
 GONE = (
-    "stream_options", "min_tokens", "logprobs", "top_logprobs", "prompt_logprobs", "echo", "best_of",
-    "use_beam_search", "return_token_ids",
+    "stream_options", "logprobs", "logprob_token_ids", "top_logprobs", "prompt_logprobs", "prompt_logprob_token_ids",
+    "echo", "best_of", "use_beam_search", "return_token_ids",
 )  # fmt: skip
-SET = {"stream": False, "n": 1, "max_tokens": 1, "kv_transfer_params": PARAMS}
+SET = {"stream": False, "n": 1, "max_tokens": 1, "min_tokens": 1, "kv_transfer_params": PARAMS}
 
 
 @given(
@@ -145,6 +157,10 @@ def test_a_plain_request_is_split(path, body):
         (COMPLETIONS, {"use_beam_search": True}, "beam search"),
         (COMPLETIONS, {"prompt_logprobs": 0}, "log-probabilities of the prompt"),
         (COMPLETIONS, {"echo": True, "logprobs": 0}, "log-probabilities of the prompt"),
+        (CHAT, {"echo": True}, "log-probabilities of the prompt"),
+        (COMPLETIONS, {"prompt_logprob_token_ids": [1]}, "log-probabilities of the prompt"),
+        (CHAT, {"truncate_prompt_tokens": -1}, "truncation"),
+        (COMPLETIONS, {"prompt": "x", "truncate_prompt_tokens": 5}, "truncation"),
         (COMPLETIONS, {"prompt_embeds": "x"}, "prompt embeddings"),
         (COMPLETIONS, {"prompt": ["a", "b"]}, "several prompts"),
         (COMPLETIONS, {"prompt": [[1], [2]]}, "several prompts"),
@@ -467,7 +483,63 @@ async def test_closing_ends_the_leg(engine, leg):
 async def test_a_release_is_one_token_of_the_same_prompt(engine, leg):
     engine.replies = [json_answer({"choices": []})]
     body = {"messages": [{"role": "user"}], "cache_salt": "mine", "stream": True, "logprobs": True}
-    await ask_of(body=body).release(leg("release"), {"remote_port": 1})
+    await ask_of(body=body).release(leg("release"), {"remote_port": 1}, None)
     sent = engine.calls[0].body
     assert sent.pop("cache_salt").startswith("release-")
     assert sent == {"messages": [{"role": "user"}], **SET, "kv_transfer_params": {"remote_port": 1}}
+
+
+@pytest.mark.parametrize(("stream", "once"), [(True, False), (False, True), (None, True), ("true", True)])
+def test_only_a_stream_says_something_before_its_end(stream, once):
+    ask = ask_of(body={"stream": stream})
+    assert (ask.is_told_at_once(None), ask.is_told_at_once(PARAMS)) == (once, once)
+    assert ask.prefill_speaks_for_decode is False
+
+
+@pytest.mark.parametrize(("streamed", "told"), [(False, True), (True, False)])
+async def test_an_answer_that_is_not_streamed_is_accepted_after_a_moment(engine, leg, monkeypatch, streamed, told):
+    monkeypatch.setattr(text, "_SURELY_READ_S", 0.01)
+    accepted = asyncio.Event()
+    engine.replies = [hanging()]
+    pieces = ask_of(body={"messages": [], "stream": streamed}).decode(leg(), {}, None, accepted.set)
+    first = asyncio.ensure_future(anext(pieces))
+    await engine.call()
+    await asyncio.sleep(0.1)
+    assert (accepted.is_set(), first.done()) == (told, False)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+
+
+async def test_what_is_refused_before_that_was_not_accepted(engine, leg, monkeypatch):
+    monkeypatch.setattr(text, "_SURELY_READ_S", 0.5)
+    told = []
+    engine.replies = [refusing(500)]
+    with pytest.raises(LegError):
+        await anext(ask_of().decode(leg(), {}, None, lambda: told.append(1)))
+    await asyncio.sleep(0.6)
+    assert told == []
+
+
+async def test_a_request_that_is_found_at_fault_in_its_stream_is_told_so_as_it_is(engine, leg):
+    event = sse({"error": {"message": "bad grammar", "type": "BadRequestError", "code": 400}})
+    engine.replies = [streaming(event, DONE)]
+    first, _ = await decoded(ask_of(), leg())
+    assert (first.body, first.finish_reason) == (event, "error")
+
+
+async def test_what_prefill_added_to_its_cache_is_prefills_too(engine, leg):
+    details = {"cached_tokens": 8, "created_cache_tokens": 1}
+    answer = {"choices": [], "usage": {"prompt_tokens": 9, "prompt_tokens_details": details}}
+    engine.replies = [json_answer(answer)]
+    view = replace(engine.view(), cached_block_tokens=2)
+    (only,) = [one async for one in ask_of().decode(leg(), {}, Computed(view, 4), lambda: None)]
+    told = json.loads(only.body)["usage"]["prompt_tokens_details"]
+    assert told == {"cached_tokens": 4, "created_cache_tokens": 4}
+
+
+async def test_a_refusal_keeps_the_engines_whole_json(engine, leg):
+    said = {"error": {"message": "no", "code": 400}, "hint": "x"}
+    engine.replies = [json_answer(said, 400)]
+    _, error = await fault_of(ask_of(), leg())
+    assert json.loads(error.content) == said

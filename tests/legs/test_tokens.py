@@ -82,11 +82,11 @@ async def test_what_was_given_out_is_remembered(session, engine):
     assert (ask.begun, ask.prompt_tokens, ask.may_take_first_token) == (True, 5, False)
     assert (record.completion_tokens, record.finish_reason, record.end_s) == (2, None, None)
     engine.replies = [whole(7), speaking(7, 8), speaking(1)]
-    await ask.prefill(leg_to(engine, session, "prefill"), PARAMS, sample=False)
+    prefilled = await ask.prefill(leg_to(engine, session, "prefill"), PARAMS, sample=False)
     await decoded(ask, leg_to(engine, session))
-    await ask.release(leg_to(engine, session, "release"), PARAMS)
+    await ask.release(leg_to(engine, session, "release"), PARAMS, prefilled.prompt)
     sent = [call.body["token_ids"] for call in engine.calls]
-    assert sent == [[11, 12, 13, 5, 6], [11, 12, 13, 5, 6], [11, 12, 13, 5, 6, 7, 8]]
+    assert sent == [[11, 12, 13, 5, 6]] * 3  # also the release: what was prefilled, whatever came since
 
 
 def test_a_record_is_written_as_pieces_come():
@@ -196,3 +196,35 @@ async def test_acceptance_of_a_whole_answer_is_told(session, engine):
     ask = ask_of(prompt_logprobs=0)
     (only,) = [one async for one in ask.decode(leg_to(engine, session), None, None, accepted.set)]
     assert (accepted.is_set(), only.token_ids, only.prompt_logprobs) == (True, [5], None)
+
+
+def test_an_obstacle_of_the_engines_is_the_requests():
+    plain, seeded = token_request(), token_request(sampling={"seed": 7})
+    assert TokenAsk(plain, {}, None, "engines count").obstacle == "engines count"
+    assert TokenAsk(seeded, {}, None, "engines count").obstacle == "engines count"
+    assert TokenAsk(plain, {}, None).obstacle is None
+
+
+def test_prescribed_tokens_are_not_continued():
+    sampling = {"trace_decode_token_ids": [1, 2]}
+    assert ask_of(sampling=sampling).obstacle == "tokens prescribed by their place in the answer"
+    assert not ask_of(sampling=sampling | {"temperature": 0.0}).may_take_first_token
+
+
+async def test_what_is_kept_is_counted_and_forgotten_when_it_is_begun_anew(session, engine):
+    engine.replies = [streaming(chunk(5), chunk(6), cut=True), speaking(7)]
+    ask, record = ask_of(whole=True, sampling={"max_tokens": 3, "seed": 7}), GenerationRecord("gen", 3, 0.0)
+
+    async def asked() -> list[int]:
+        seen = []
+        async for one in ask.decode(leg_to(engine, session), None, None, lambda: None):
+            ask.note(record, one)
+            seen += one.token_ids
+        return seen
+
+    with pytest.raises(LegError):
+        await asked()
+    assert (record.completion_tokens, ask.begun) == (2, False)
+    assert record.first_token_s is not None
+    assert await asked() == [7]
+    assert record.completion_tokens == 1

@@ -200,10 +200,28 @@ async def test_an_engine_that_breaks_off_may_have_died(session, engine, reply):
     assert (error.executed, error.died) == (True, True)
 
 
-async def test_an_engine_that_ends_its_stream_in_order_lives(session, engine):
-    engine.replies = [streaming(usage(), DONE)]
+@pytest.mark.parametrize("pieces", [(usage(), DONE), (chunk(5), usage(), DONE)])
+async def test_an_engine_that_ends_its_stream_without_a_reason_may_be_going_down(session, engine, pieces):
+    engine.replies = [streaming(*pieces)]
     error = await error_of(read(session, engine))
-    assert (error.executed, error.died, error.status) == (True, False, 502)
+    assert (error.executed, error.died, error.status) == (True, True, None)
+
+
+@pytest.mark.parametrize("status", [429, 503, 500])
+async def test_an_engine_that_gave_tokens_has_begun_whatever_it_says(session, engine, status):
+    event = {"error": {"message": "no", "code": status}}
+    engine.replies = [streaming(chunk(5), event, DONE), streaming(event, DONE)]
+    assert (await error_of(read(session, engine))).executed is True
+    assert (await error_of(read(session, engine))).executed is (status == 500)
+
+
+@pytest.mark.parametrize("status", [401, 403])
+async def test_an_engine_that_does_not_let_us_in_is_the_gateways_trouble(session, engine, status):
+    engine.replies = [refusing(status)]
+    for leg in (generate(session, engine.name, engine.url, BODY, HEADERS), read(session, engine)):
+        error = await error_of(leg)
+        assert (error.executed, error.died, error.status, error.error) == (False, False, 502, None)
+        assert error.problem.startswith(f"does not let the gateway in (HTTP {status}: ")
 
 
 @pytest.mark.parametrize(("reason", "status", "died"), [("error", 500, False), ("abort", None, True)])
@@ -581,23 +599,28 @@ async def test_an_error_event_ends_the_leg(session, engine, event, expected):
 
 
 @pytest.mark.parametrize(
-    ("pieces", "problem"),
+    ("pieces", "problem", "status"),
     [
-        ((chunk(5), b"data: {oops\n\n"), "sent an event that is not JSON"),
-        ((chunk(5),), "the stream ended before the answer did"),
-        ((chunk(5), usage(1)), "the stream ended before the answer did"),
-        ((chunk(5), b'data: {"choices": [{"token_ids": [6], "finish_re'), "the stream ended before the answer did"),
+        ((chunk(5), b"data: {oops\n\n"), "sent an event that is not JSON", 502),
+        ((chunk(5),), "the stream ended before the answer did", None),
+        ((chunk(5), usage(1)), "the stream ended before the answer did", None),
+        ((chunk(5), usage(1), DONE), "the stream ended before the answer did", None),
+        (
+            (chunk(5), b'data: {"choices": [{"token_ids": [6], "finish_r'),
+            "the stream ended before the answer did",
+            None,
+        ),
     ],
 )
-async def test_a_stream_that_does_not_end_well_is_a_fault(session, engine, pieces, problem):
+async def test_a_stream_that_does_not_end_well_is_a_fault(session, engine, pieces, problem, status):
     engine.replies = [streaming(*pieces)]
-    assert await received_and_fault(session, engine) == ([5], problem, 502)
+    assert await received_and_fault(session, engine) == ([5], problem, status)
 
 
 @pytest.mark.parametrize("pieces", [(), (DONE,), (usage(), DONE), (b": hello\n\n", DONE)])
 async def test_a_stream_without_tokens_is_a_fault(session, engine, pieces):
     engine.replies = [streaming(*pieces)]
-    expected = ([], "the stream ended before the answer did", 502)
+    expected = ([], "the stream ended before the answer did", None)
     assert await received_and_fault(session, engine) == expected
 
 
@@ -613,8 +636,8 @@ async def test_a_connection_that_breaks_behind_the_finish_reason_is_none(session
 
 
 async def test_a_connection_that_breaks_behind_the_end_mark_is_none(session, engine):
-    engine.replies = [streaming(chunk(5), usage(3), DONE, cut=True)]
-    expected = [TokenChunk([5]), TokenChunk((), finish_reason="stop", cached_tokens=3)]
+    engine.replies = [streaming(chunk(5), chunk(6), usage(3), DONE, cut=True)]
+    expected = [TokenChunk([5]), TokenChunk([6]), TokenChunk((), finish_reason="length", cached_tokens=3)]
     assert await read(session, engine) == expected
 
 
@@ -641,15 +664,22 @@ async def test_cancelling_a_whole_leg_ends_it_at_the_engine(session, engine):
 # what vLLM 0.30 does otherwise
 
 
-@pytest.mark.parametrize(
-    ("tokens", "limit", "expected"),
-    [([5, 6], 2, "length"), ([5], 2, "stop"), ([5, 6], None, "stop"), ([5], 1, "length")],
-)
-async def test_a_last_event_that_0_30_leaves_out_is_made_up_for(session, engine, tokens, limit, expected):
+@pytest.mark.parametrize(("tokens", "limit"), [([5, 6], 2), ([5], 1), ([5, 6, 7], 2)])
+async def test_a_last_event_that_0_30_leaves_out_is_made_up_for_where_all_tokens_are_there(
+    session, engine, tokens, limit
+):
     engine.replies = [streaming(*(chunk(one) for one in tokens), usage(16), DONE)]
     *before, last = await read(session, engine, max_tokens=limit)
     assert before == [TokenChunk([one]) for one in tokens]
-    assert last == TokenChunk((), finish_reason=expected, cached_tokens=16)
+    assert last == TokenChunk((), finish_reason="length", cached_tokens=16)
+
+
+@pytest.mark.parametrize(("tokens", "limit"), [([5], 2), ([5, 6], None), ([], 0)])
+async def test_else_no_reason_is_made_up(session, engine, tokens, limit):
+    """An engine that was told to end ends so as well, and then the answer is not at its end."""
+    engine.replies = [streaming(*(chunk(one) for one in tokens), usage(16), DONE)]
+    error = await error_of(read(session, engine, max_tokens=limit))
+    assert (error.problem, error.died, error.executed) == ("the stream ended before the answer did", True, True)
 
 
 @pytest.mark.parametrize(

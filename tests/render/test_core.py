@@ -140,6 +140,37 @@ async def test_what_token_ids_cannot_carry_is_refused_by_name(core, make_request
     assert (one.engine.requests, one.core.running) == ([], 0)
 
 
+@pytest.mark.parametrize(("said", "sent"), [(None, None), (True, None), (False, False)])
+async def test_only_a_refusal_of_a_watermark_is_sent(core, make_request, said, sent):
+    """Whether there will be one is the engines' to know."""
+    request = make_request()
+    if not hasattr(request.sampling_params, "watermarking"):
+        pytest.skip("this vLLM has no watermarks")
+    request.sampling_params.watermarking = said
+    assert (await asked(core, request)).sampling.get("watermarking") is sent
+
+
+async def test_a_conversation_goes_out(core, make_request):
+    request = make_request()
+    assert (await asked(core, request)).session_id is None
+    if "session_id" not in type(request).__struct_fields__:
+        pytest.skip("this vLLM knows no conversations")
+    assert (await asked(core, make_request(session_id="talk-1"))).session_id == "talk-1"
+
+
+async def test_a_grammar_behind_reasoning_is_refused_where_the_wire_cannot_say_so(core, make_request, monkeypatch):
+    from vllm.sampling_params import StructuredOutputsParams
+
+    monkeypatch.setattr(core, "_ENGINES_KNOW_THOUGHT", False)
+    sampling = {"structured_outputs": StructuredOutputsParams(regex="a")}
+    one = Running(core)
+    with pytest.raises(core.GracefulHTTPError) as caught:
+        await one.core.add_request_async(make_request(sampling, reasoning_ended=False))
+    assert (caught.value.http_status, "reasoning" in str(caught.value)) == (501, True)
+    await one.core.add_request_async(make_request(sampling, reasoning_ended=True))
+    await one.outputs(1)
+
+
 async def test_a_request_that_only_frees_kv_is_none_of_ours(core, make_request):
     one = Running(core)
     await one.core.add_request_async(make_request(abort_immediately=True))

@@ -117,3 +117,10 @@ def test_headers_that_are_not_for_engines(name):
 @pytest.mark.parametrize("name", ["traceparent", "tracestate", "x-session-id", "x-tenant", "user-agent", "x-trivetish"])
 def test_headers_that_are(name):
     assert for_engines(scope_with((name.encode(), b"x"), (b"host", b"y"))) == {name: "x"}
+
+
+def test_every_connection_header_counts():
+    said = scope_with(
+        (b"connection", b"keep-alive, x-one"), (b"connection", b"X-Two"), (b"x-one", b"1"), (b"x-two", b"2")
+    )
+    assert for_engines(said) == {}

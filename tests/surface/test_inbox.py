@@ -123,3 +123,11 @@ async def test_messages_of_other_kinds_are_passed_over():
     await inbox.body(1)
     await inbox.left()
     assert connection.messages == []
+
+
+async def test_a_body_that_was_given_on_is_not_kept():
+    inbox = Inbox(Connection(part(b"ab")))
+    await inbox.body(100)
+    assert await inbox() == part(b"ab")
+    assert inbox._body is None
+    await inbox.close()

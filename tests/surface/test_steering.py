@@ -1,4 +1,5 @@
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -89,3 +90,15 @@ def test_the_rank_header_is_refused_unless_it_is_allowed():
     )
     assert refusal_of({}, names, ()) == expected
     assert refusal_of({}, names, ("data_parallel_rank",)) is None
+
+
+def test_numbers_without_end_cost_no_more_than_their_parsing():
+    """The body may have four MiB of them, and a worker has one event loop."""
+    raw = b'{"prompt": ' + b"[" + b"0," * 2**21 + b"0]}"
+    for body in (raw, raw[11:-1], b'{"sampling_params": ' + raw[11:]):
+        began_s = time.process_time()
+        parsed = json.loads(body)
+        parsed_s = time.process_time() - began_s
+        began_s = time.process_time()
+        assert list(steering_fields(parsed)) == []
+        assert time.process_time() - began_s < 2 * parsed_s

@@ -164,6 +164,10 @@ def test_the_first_served_name_is_what_engines_answer_to(text, expected):
     plan = plan_of(text + SPLIT, cpu())
     assert plan.served_names == expected
     assert {value(one, "served-model-name") for one in plan.engines} == {expected[0]}
+    for words in (*(one.arguments() for one in plan.engines), plan.render_flags):  # and to the others as well
+        at = list(words).index("--served-model-name")
+        assert tuple(words[at + 1 : at + 1 + len(expected)]) == expected
+        assert words[at + 1 + len(expected) :][:1] == [] or words[at + 1 + len(expected)].startswith("--")
 
 
 # the topology's own flags
@@ -206,6 +210,16 @@ def test_engines_allow_one_more_logprob_than_clients_may_ask_for(flags, expected
         given = [b for a, b in itertools.pairwise(engine.arguments()) if a == "--max-logprobs"]
         assert given == expected
     assert "21" not in plan.render_flags
+
+
+@pytest.mark.parametrize(("plane", "theirs"), [("tokens", False), ("text", True)])
+def test_who_renders_has_the_flags_for_rendering(plane, theirs):
+    tiers = "tiers: {render: {flags: [--chat-template, x]}, prefill: , decode: }\n"
+    plan = plan_of(f"{tiers}gateway: {{plane: {plane}}}\n", cpu())
+    for engine in plan.engines:
+        words = engine.arguments()
+        assert ("--chat-template" in words) is theirs
+        assert ("--max-logprobs" in words) is not theirs  # one more is the tokens plane's alone
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from trivet.fleet import guard
@@ -86,14 +86,20 @@ class GuardedProcess:
 
     def family(self) -> dict[int, str]:
         """The processes below the engine's server that vLLM titles ``VLLM::EngineCore`` or ``VLLM::Worker``, by id."""
-        named: dict[int, str] = {}
+        names = {child: _name_of(child) or "" for child in self._descendants()}
+        return {child: name for child, name in names.items() if name.startswith("VLLM")}
+
+    def listens_on(self, port: int) -> bool:
+        """Whether it, or something below it, is who listens on a TCP port of this host."""
+        listeners = _listeners(port)
+        return any(listeners & _sockets_of(child) for child in self._descendants())
+
+    def _descendants(self) -> Iterator[int]:
         pending = [self.pid]
         while pending:
             for child in _children_of(pending.pop()):
                 pending.append(child)
-                if (name := _name_of(child)) and name.startswith("VLLM"):
-                    named[child] = name
-        return named
+                yield child
 
 
 def lost(family: Mapping[int, str]) -> str | None:
@@ -115,6 +121,34 @@ def _name_of(pid: int) -> str | None:
     if fields[0] in "ZX" or int(fields[6]) & _PF_EXITING:
         return None
     return name
+
+
+_LISTENING = "0A"
+"""State of a TCP socket in ``/proc/net/tcp`` (Linux, ``include/net/tcp_states.h``)."""
+
+
+def _listeners(port: int) -> set[str]:
+    """The inodes of the sockets that listen on a port."""
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
+                    inodes.add(fields[9])
+    return inodes
+
+
+def _sockets_of(pid: int) -> set[str]:
+    """The inodes of a process's sockets."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                target = str(descriptor.readlink())
+                if target.startswith("socket:["):
+                    found.add(target[8:-1])
+    return found
 
 
 def _children_of(pid: int) -> list[int]:

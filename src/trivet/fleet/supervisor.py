@@ -192,10 +192,9 @@ class Fleet:
         while time.monotonic() < deadline:
             if (problem := _ended(process)) is not None:
                 return problem
-            if await probe.health(self._session, status.plan.url) is probe.Health.OK:
-                # ours may have ended because another server has this port, which then is who answered
-                if (problem := _ended(process)) is not None:
-                    return problem
+            is_up = await probe.health(self._session, status.plan.url) is probe.Health.OK
+            # another server may have this port, which then is who answered
+            if is_up and process.listens_on(status.plan.port):
                 return await self._watching(
                     process, probe.canary(self._session, status.plan.url, self._model, status.plan.api_key)
                 )

@@ -54,6 +54,8 @@ GENERATING = (
     "/cohere/v2/chat",
     "/inference/v1/generate",
     "/invocations",
+    "/generative_scoring",
+    "/v1/systemone",
 )
 
 _GUARDED_BY_VLLM = ("/v1", "/v2", "/inference", "/cohere")
@@ -121,10 +123,30 @@ class GatewayApp:
             # vLLM guards its API by prefix and leaves, among others, /invocations and /tokenize open
             await answer_error(send, 401, "an API key is needed: Authorization: Bearer KEY")
             return
+        if is_guarded and method != "OPTIONS" and not self._authorized(scope):
+            # as vLLM says it, before a body is read or a place in the queue taken
+            await answer_json(send, 401, {"error": "Unauthorized"})
+            return
         if method == "POST" and path in GENERATING:
             await self._generate(scope, receive, send)
-            return
-        await self._frontend(scope, receive, send)
+        elif method == "POST":
+            await self._pass_on(scope, receive, send)
+        else:
+            await self._frontend(scope, receive, send)
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        inbox = Inbox(receive)
+        try:
+            if await inbox.body(self._rules.body_bytes) is not None:
+                await self._frontend(scope, inbox, send)
+        except BodyTooLargeError:
+            await self._too_large(send)
+        finally:
+            await inbox.close()
+
+    async def _too_large(self, send: Send) -> None:
+        limit_mib = self._rules.body_bytes // 2**20
+        await answer_error(send, 413, f"the body is larger than {limit_mib} MiB (gateway.limits.body_mib)")
 
     def gauges(self) -> Gauges:
         """What is under way now."""
@@ -201,6 +223,7 @@ class GatewayApp:
             headers = [one for one in scope["headers"] if one[0] not in (b"x-request-id", RANK_HEADER.encode())]
             headers.append((b"x-request-id", client_id))
             scope = {**scope, "headers": headers}
+            del body, parsed  # the application has it from here on
             async with self._turn(inbox, record.deadline_s) as is_in:
                 if not is_in:
                     return
@@ -212,10 +235,13 @@ class GatewayApp:
                 finally:
                     current_request.reset(token)
         except BodyTooLargeError:
-            limit_mib = self._rules.body_bytes // 2**20
-            await answer_error(answered, 413, f"the body is larger than {limit_mib} MiB (gateway.limits.body_mib)")
+            await self._too_large(answered)
         except ServingError as error:
             await answer_error(answered, error.status, error.message)
+        except Exception:
+            if record.status is None:
+                self._count(record, 500)  # which the server answers then
+            raise
         finally:
             if record.status is None:
                 self._count(record, CLIENT_LEFT)
@@ -246,6 +272,7 @@ class GatewayApp:
         if seconds is not None and math.isfinite(seconds):
             record.deadline_s = record.arrived_s + seconds
         record.decode_rank = header(scope, RANK_HEADER.encode())
+        record.may_steer = bool({"kv_transfer_params", "ec_transfer_params"} & set(self._rules.allow))
 
     @contextlib.asynccontextmanager
     async def _turn(self, inbox: Inbox, deadline_s: float | None) -> AsyncIterator[bool]:

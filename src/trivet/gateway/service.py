@@ -23,6 +23,7 @@ from trivet.errors import EngineFailedError, PortInUseError, TrivetError
 from trivet.fleet.process import tail
 from trivet.fleet.supervisor import EngineStatus, Fleet
 from trivet.gateway.worker import WorkerConfig
+from trivet.topology.model import flag_names
 from trivet.topology.plan import Plan
 
 _BACKOFF_S = 1.0
@@ -289,6 +290,7 @@ class _Worker:
             drain_s=gateway.drain_s,
             plane=gateway.plane,
             limits=gateway.limits,
+            obstacle=_obstacle(self._plan),
             allow=tuple(gateway.allow),
         )
         assert process.stdin is not None
@@ -302,6 +304,22 @@ class _Worker:
             mend=word.get("mend") or f"its log is {self._log}",
             detail=None if word.get("mend") else tail(self._log),
         )
+
+
+_STATEFUL = frozenset({"logits-processors", "watermark-config"})
+"""Flags of engines by which sampling may depend on what an answer has so far."""
+
+
+def _obstacle(plan: Plan) -> str | None:
+    """Why answers of these engines may not be continued on one another, or None."""
+    wish = plan.topology.gateway.continue_answers
+    if wish is not None:
+        return None if wish else "gateway.continue_answers is false"
+    for engine in plan.engines:
+        for name in flag_names(engine.own_flags):
+            if name.partition(".")[0] in _STATEFUL:
+                return f"engines have --{name}, which may count the answer's tokens"
+    return None
 
 
 async def _read_line(descriptor: int) -> Mapping[str, Any]:

@@ -55,6 +55,8 @@ class WorkerConfig:
     """How long running requests may take after the worker was told to stop."""
     plane: str = "tokens"
     limits: Limits = field(default_factory=Limits)
+    obstacle: str | None = None
+    """Why no answer may be continued on another engine, or None."""
     allow: tuple[str, ...] = ()
     """See ``surface.steering``."""
 
@@ -95,7 +97,7 @@ async def _serve(config: WorkerConfig, news: asyncio.StreamReader) -> None:
     state: dict[str, Any] = {"engines": []}
     limits = config.limits
     async with open_session() as session:
-        legs = Legs(engines, session, connector, metrics.ended, Patience(limits.silence_s))
+        legs = Legs(engines, session, connector, metrics.ended, Patience(limits.silence_s), config.obstacle)
         async with _open_plane(config, engines, legs) as plane:
             app = GatewayApp(
                 plane,

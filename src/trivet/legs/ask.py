@@ -39,6 +39,8 @@ class Prefilled(Generic[Piece]):
     """The first token, where it was sampled to be used."""
     finished: bool = False
     """That token is also the last one."""
+    prompt: Any = None
+    """What was prefilled, as the ask knows it; a release must name the same, whatever has been sent since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +139,11 @@ class Ask(Protocol[Piece]):
         """
         ...
 
-    async def release(self, leg: Leg, params: Mapping[str, Any]) -> None:
+    async def release(self, leg: Leg, params: Mapping[str, Any], prompt: Any) -> None:
         """Has a decode engine take KV that nobody wants, so that prefill frees it.
+
+        Args:
+            prompt: as ``Prefilled`` has it.
 
         Raises:
             LegError: it failed.

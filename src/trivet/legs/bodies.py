@@ -33,6 +33,7 @@ _COUNTED_FROM_THE_FIRST_TOKEN: Mapping[str, str] = {
     "extra_args": "a logits processor that may count the answer's tokens",
     "thinking_token_budget": "a budget that counts the answer's tokens",
     "repetition_detection": "a search for repetitions in the answer",
+    "trace_decode_token_ids": "tokens prescribed by their place in the answer",
 }
 """Sampling whose state is made of the answer's own tokens: behind a border within the answer it would begin anew.
 

@@ -43,6 +43,8 @@ _ATTEMPTS = 3
 _DEATHS = 2
 _NOTICE_S, _NOTICE_POLL_S = 0.6, 0.05
 """How long the fleet may take to see that an engine has ended; it looks every 0.3 s."""
+_NOT_FOUND = 404
+"""What an engine says that lacks an adapter: another may have it."""
 _REFUSALS = frozenset({400, 413, 422})
 """The request itself is at fault: another engine would say the same. Other statuses are the engine's own trouble."""
 
@@ -63,6 +65,8 @@ class _Run(Generic[Piece]):
     faults: list[LegError] = field(default_factory=list)
     avoid: set[str] = field(default_factory=set)
     """Engines that have failed it."""
+    asked: dict[str, EngineView] = field(default_factory=dict)
+    """Engines as they were when it came to them: the fleet may know them no more, or anew, by the time they fail it."""
     broken_off: list[EngineView] = field(default_factory=list)
     """Engines that may have ended under it."""
     forgave: bool = False
@@ -98,6 +102,7 @@ class Legs:
         connector: Connector | None,
         observe: Observer = lambda *_: None,
         patience: Patience | None = None,
+        obstacle: str | None = None,
     ) -> None:
         """
         Args:
@@ -106,7 +111,9 @@ class Legs:
             connector: what moves KV between prefill and decode; None serves everything colocated.
             observe: called with the record of each generation that ended.
             patience: how long legs are waited for.
+            obstacle: why no answer of these engines may be continued on another, or None.
         """
+        self._obstacle = obstacle
         self._engines = engines
         self.session = session
         self._connector = connector
@@ -119,10 +126,15 @@ class Legs:
     async def run(self, request: TokenRequest) -> AsyncGenerator[TokenChunk, None]:
         """Generates in token ids. See ``TokenEngine.run``."""
         owner = current_request.get()
+        if owner is None or not owner.may_steer:  # the gateway has refused those that say such a thing
+            request = replace(request, kv_transfer_params=None, ec_transfer_params=None)
         unsplittable = request.unsplittable or (owner.colocate if owner is not None else None)
         if request.kv_transfer_params is not None:
             unsplittable = "the client steers the transfer"
-        ask = TokenAsk(request, owner.forwarded if owner is not None else {}, unsplittable)
+        headers = dict(owner.forwarded) if owner is not None else {}
+        if request.session_id is not None:
+            headers["x-session-id"] = request.session_id
+        ask = TokenAsk(request, headers, unsplittable, self._obstacle)
         async with aclosing(self.serve(ask)) as chunks:
             async for chunk in chunks:
                 if not chunk.is_empty:
@@ -225,6 +237,7 @@ class Legs:
         for engine in (route.prefill, route.decode):
             if engine is not None:
                 self._engines.take_turn(engine)
+                run.asked[engine.name] = engine
         record = run.record
         record.attempts += 1
         record.resumes += run.ask.begun
@@ -260,12 +273,13 @@ class Legs:
             ) from fault
         run.faults.append(fault)
         if fault.died and fault.executed:
-            run.broken_off += [one for one in self._engines.all() if one.name == fault.engine]
+            run.broken_off.append(run.asked[fault.engine])
         if answered and not begun and fault.engine == run.record.decode_engine:
-            # it lives and answered: what it could not do is take the KV (``kv_load_failure_policy: fail``)
-            run.colocate = "the KV transfer failed"
-        else:
-            run.avoid.add(fault.engine)
+            # it lives and answered; what it could not do may be to take the KV (``kv_load_failure_policy: fail``)
+            run.colocate = "decode failed the split request"
+            if fault.status != _NOT_FOUND:
+                return
+        run.avoid.add(fault.engine)
 
     async def _colocated(self, run: _Run[Piece], route: Route) -> AsyncGenerator[Piece, None]:
         with self._engines.charge(route.decode, run.ask.tokens):
@@ -280,10 +294,9 @@ class Legs:
         if record.first_token_s is None:
             record.prefill_start_s, record.prefill_end_s = start_s, now_s()
             record.cached_tokens = prefilled.cached_tokens
-        answered = prefilled.kv_transfer_params
         with reading(prefill.name):
-            params = self._connector.decode_params(answered)
-        held = answered  # what prefill keeps until decode has taken it
+            params = self._connector.decode_params(prefilled.kv_transfer_params)
+        held: Prefilled[Piece] | None = prefilled  # what prefill keeps until decode has taken it
         computed: Computed | None = Computed(prefill, prefilled.cached_tokens)
 
         def accepted() -> None:
@@ -294,7 +307,7 @@ class Legs:
             if params is None:
                 if not self._connector.decode_serves_whole:
                     raise LegError(prefill.name, "handed nothing over", status=502)
-                held = answered = computed = None
+                held = computed = None
                 record.split, record.cached_tokens = False, None
                 record.reason = f"{prefill.name} handed nothing over"
             elif prefilled.first is not None:
@@ -312,9 +325,9 @@ class Legs:
                                 yield piece
                     return
                 except LegError as fault:
-                    if not taken:
-                        held = answered  # it may have ended before it took the KV
-                    if fault.executed:
+                    if not taken and params is not None:
+                        held = prefilled  # it may have ended before it took the KV
+                    if taken or fault.executed:
                         raise
                     other = choose(self._engines, colocate=None, avoid=frozenset({*run.avoid, fault.engine}))
                     if other is None or other.prefill is None:
@@ -323,6 +336,7 @@ class Legs:
                     run.avoid.add(fault.engine)
                     decode = other.decode  # what was prefilled is not prefilled again
                     self._engines.take_turn(decode)
+                    run.asked[decode.name] = decode
                     record.decode_engine = decode.name
         finally:
             if held is not None:

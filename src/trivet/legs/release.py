@@ -18,9 +18,9 @@ from trivet.routing.engines import Engines, EngineView
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_S = 1.0
-"""A release leg that is not served by then is aborted, which makes its engine tell prefill all the same: KV is free
-within two seconds also when decode is too busy to take it."""
+_PATIENCE_S = 0.6
+"""A release leg that is not served by then is aborted, which makes its engine tell prefill all the same, and the next
+engine is asked: KV is free within two seconds also when decode is busy, or one or two decode engines hang."""
 _GRACE_S = 0.1
 """A prefill leg that ends by itself within that is not aborted: an abort that meets the end of its request inside vLLM
 drops the answer, and with it where the KV is that is held then."""
@@ -50,21 +50,21 @@ class Releases:
         """Ends a prefill leg that nobody waits for any more; KV that it has handed over by then is released."""
         self._start(self._abandon(ask, leg, call, spare))
 
-    def release(self, ask: Ask[Any], answered: Mapping[str, Any] | None, legs: Sequence[Leg]) -> None:
+    def release(self, ask: Ask[Any], prefilled: Prefilled[Any], legs: Sequence[Leg]) -> None:
         """Lets prefill free KV that nobody will pull.
 
         Args:
-            answered: what prefill answered.
+            prefilled: what prefill answered.
             legs: release legs, one of which is enough; the likeliest to work first.
         """
         params = None
-        if self._connector is not None and answered:
+        if self._connector is not None and prefilled.kv_transfer_params:
             with contextlib.suppress(LegError), reading(ask.request_id):
-                params = self._connector.release_params(answered)
+                params = self._connector.release_params(prefilled.kv_transfer_params)
         if params is None:
             return
         self.pending += 1
-        self._start(self._release(ask, params, legs))
+        self._start(self._release(ask, params, prefilled.prompt, legs))
 
     async def close(self) -> None:
         """Waits for what is under way, and gives up on what takes too long."""
@@ -94,22 +94,24 @@ class Releases:
         finally:
             call.cancel()  # closes the connection, on which every vLLM aborts
         with contextlib.suppress(asyncio.CancelledError, LegError):
-            self.release(ask, (await call).kv_transfer_params, spare)
+            self.release(ask, await call, spare)
 
-    async def _release(self, ask: Ask[Any], params: Mapping[str, Any], legs: Sequence[Leg]) -> None:
+    async def _release(self, ask: Ask[Any], params: Mapping[str, Any], prompt: Any, legs: Sequence[Leg]) -> None:
         try:
             for leg in legs:
                 try:
                     async with asyncio.timeout(_PATIENCE_S):
-                        await ask.release(leg, params)
+                        await ask.release(leg, params, prompt)
                     return
                 except TimeoutError:
-                    self.abort(ask, leg)  # which tells prefill too, from an engine that is only busy
-                    break
+                    self.abort(ask, leg)  # an engine that is only busy tells prefill now; one that hangs never does
                 except LegError as error:
                     logger.warning("releasing KV of %s: %s", ask.request_id, error)
             self.unconfirmed += 1
             logger.warning("KV of %s: no engine confirmed its release", ask.request_id)
+        except Exception:  # in the background nobody else would say so
+            self.unconfirmed += 1
+            logger.exception("releasing KV of %s", ask.request_id)
         finally:
             self.pending -= 1
 

@@ -8,11 +8,14 @@ models are told of in their prompt); what only shapes the answer goes.
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+import aiohttp
 import orjson
 
 from trivet.journal import GenerationRecord, now_s
@@ -50,6 +53,8 @@ _ONLY_THE_ANSWER = (
     "use_beam_search",
     "return_token_ids",
 )
+_SURELY_READ_S = 0.3
+"""After so long an engine that answers its requests has read one."""
 _BYTES_A_TOKEN = 4
 """Of English text; only the load of engines is estimated with it."""
 
@@ -103,6 +108,8 @@ def why_unsplittable(path: str, body: object) -> str | None:
     # vLLM makes ``prompt_logprobs`` of an echo in any chat, and of one with log-probabilities in a completion
     if of_the_prompt or (body.get("echo") and (path == CHAT or body.get("logprobs") is not None)):
         return "log-probabilities of the prompt on the text plane"
+    if body.get("truncate_prompt_tokens") is not None:
+        return "truncation, which depends on the answer's length, on the text plane"
     if body.get("prompt_embeds") is not None:
         return "prompt embeddings"
     if body.get("kv_transfer_params") is not None:
@@ -196,24 +203,39 @@ class TextAsk:
         """See ``Ask``."""
         raw = self._raw if params is None else with_field(self._raw, "kv_transfer_params", params)
         engine = leg.engine.name
-        async with post(leg.session, engine, f"{leg.engine.url}{self._path}", raw, leg.headers) as answer:
-            if answer.status != 200:
-                raise refusal(engine, await answer.read(), answer.status)
-            accepted()
-            head: Mapping[str, str] | None = _head(answer.headers)
-            if not answer.content_type.startswith("text/event-stream"):
-                yield _whole(engine, await answer.read(), head, computed)
-                return
-            splitter, done = EventSplitter(), self._path not in _END_WITH_A_MARK
-            async for piece in answer.content.iter_any():
-                for event in splitter.feed(piece):
-                    done = done or event.startswith(b"data: [DONE]")
-                    yield _event(engine, event, head, computed)
-                    head = None
+        # An answer that is not streamed has no beginning: its request has long been read when its head comes.
+        whole = self.is_told_at_once(params)
+        taken = asyncio.get_running_loop().call_later(_SURELY_READ_S, accepted) if whole else None
+        try:
+            answering = post(leg.session, engine, f"{leg.engine.url}{self._path}", raw, leg.headers)
+            async with answering as answer:
+                if answer.status != 200:
+                    raise refusal(engine, await answer.read(), answer.status)
+                accepted()
+                async with aclosing(self._pieces(engine, answer, computed)) as pieces:
+                    async for piece in pieces:
+                        yield piece
+        finally:
+            if taken is not None:
+                taken.cancel()
+
+    async def _pieces(
+        self, engine: str, answer: aiohttp.ClientResponse, computed: Computed | None
+    ) -> AsyncGenerator[TextPiece, None]:
+        head: Mapping[str, str] | None = _head(answer.headers)
+        if not answer.content_type.startswith("text/event-stream"):
+            yield _whole(engine, await answer.read(), head, computed)
+            return
+        splitter, done = EventSplitter(), self._path not in _END_WITH_A_MARK
+        async for piece in answer.content.iter_any():
+            for event in splitter.feed(piece):
+                done = done or event.startswith(b"data: [DONE]")
+                yield _event(engine, event, head, computed)
+                head = None
         if not done:
             raise LegError(engine, "the stream ended before the answer did", status=502, died=True)
 
-    async def release(self, leg: Leg, params: Mapping[str, Any]) -> None:
+    async def release(self, leg: Leg, params: Mapping[str, Any], prompt: Any) -> None:  # noqa: ARG002  (the same)
         """See ``Ask``."""
         # A salt of its own: should prefill have freed the blocks already, decode must not cache what it reads there.
         body = {**prefill_text_body(self._body, params), "cache_salt": f"release-{uuid.uuid4().hex}"}

@@ -35,7 +35,18 @@ from trivet.routing.engines import EngineView
 class TokenAsk:
     """A ``TokenRequest`` as legs send it. See ``Ask``."""
 
-    def __init__(self, request: TokenRequest, headers: Mapping[str, str], unsplittable: str | None) -> None:
+    def __init__(
+        self,
+        request: TokenRequest,
+        headers: Mapping[str, str],
+        unsplittable: str | None,
+        obstacle: str | None = None,
+    ) -> None:
+        """
+        Args:
+            headers: what legs carry besides Trivet's own.
+            obstacle: why no answer of these engines may be continued on another, or None.
+        """
         # never made of an id that a client chose: an abort by id ends every request that shares it
         self._request_id = uuid.uuid4().hex
         self._request = request
@@ -45,7 +56,9 @@ class TokenAsk:
         self._prompt_logprobs: list[TokenLogprobs] | None = None
         # The client sees nothing of such an answer before its end, so it is kept here until then: if it breaks off it
         # can be begun anew, also where it could not be continued.
-        self._keeps = request.whole and obstacle_to_continuing(request) is not None
+        self._obstacle = obstacle or obstacle_to_continuing(request)
+        self._keeps = request.whole and self._obstacle is not None
+        self._kept_tokens = 0
 
     @property
     def request_id(self) -> str:
@@ -85,7 +98,7 @@ class TokenAsk:
     @property
     def obstacle(self) -> str | None:
         """See ``Ask``."""
-        return obstacle_to_continuing(self._request)
+        return self._obstacle
 
     @property
     def prefill_speaks_for_decode(self) -> bool:
@@ -116,7 +129,7 @@ class TokenAsk:
             first = self._with_cache_counts(chunk, leg.engine, cached_tokens)
             if not finished:
                 first = replace(first, finish_reason=None)
-        return Prefilled(params_of_answer, cached_tokens, first, finished)
+        return Prefilled(params_of_answer, cached_tokens, first, finished, request)
 
     async def decode(
         self, leg: Leg, params: Mapping[str, Any] | None, computed: Computed | None, accepted: Callable[[], None]
@@ -133,6 +146,7 @@ class TokenAsk:
         )
         fresh = not self._sent
         kept: list[TokenChunk] = []
+        self._kept_tokens = 0
         async with aclosing(chunks):
             async for chunk in chunks:
                 if not fresh:  # what was cached has been told already, and not by this engine
@@ -147,15 +161,16 @@ class TokenAsk:
                     self._prompt_logprobs = None
                 if self._keeps:
                     kept.append(chunk)
+                    self._kept_tokens += len(chunk.token_ids)
                     yield TokenChunk(())  # a sign of life, that whoever waits may know of it
                 else:
                     yield chunk
         for chunk in kept:
             yield chunk
 
-    async def release(self, leg: Leg, params: Mapping[str, Any]) -> None:
+    async def release(self, leg: Leg, params: Mapping[str, Any], prompt: TokenRequest) -> None:
         """See ``Ask``."""
-        body = release_body(behind(self._request, self._sent), params)
+        body = release_body(prompt, params)
         async with aclosing(stream(leg.session, leg.engine.name, leg.engine.url, body, leg.headers)) as chunks:
             async for _ in chunks:
                 pass
@@ -169,10 +184,10 @@ class TokenAsk:
                     "cached_tokens": piece.cached_tokens,
                     "created_cache_tokens": piece.created_cache_tokens,
                 }
-        if piece.token_ids:
+        if piece.token_ids or self._kept_tokens:
             record.first_token_s = record.first_token_s or now_s()
             self._sent += piece.token_ids
-            record.completion_tokens = len(self._sent)
+            record.completion_tokens = max(self._kept_tokens, len(self._sent))
         if piece.finish_reason:
             record.finish_reason = piece.finish_reason
             record.end_s = now_s()

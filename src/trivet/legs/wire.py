@@ -154,10 +154,11 @@ async def stream(
                         else:  # kept until usage, the next event, has told the cached tokens
                             last = _with_stop_reason(chunk, body)
     except LegError as error:
+        error.executed = error.executed or tokens > 0
         if last is None or not error.died:
             raise
-    if last is None:
-        raise LegError(engine, "the stream ended before the answer did", status=502, died=not done)
+    if last is None:  # also behind the end mark: so vLLM 0.30 says that it was told to end
+        raise LegError(engine, "the stream ended before the answer did", died=True)
     yield replace(last, cached_tokens=cached_tokens)
 
 
@@ -206,11 +207,9 @@ def check_finish(engine: str, reason: str | None) -> None:
 
 
 def _finish_unsaid(body: Mapping[str, Any], tokens: int) -> TokenChunk | None:
-    """vLLM 0.30 leaves out a last event that has no token; its reason follows from what was asked."""
-    if not tokens:
-        return None
+    """vLLM 0.30 leaves out a last event that has no token. All tokens are there, or the request was aborted."""
     limit = body["sampling_params"].get("max_tokens")
-    return TokenChunk((), finish_reason="length" if limit is not None and tokens >= limit else "stop")
+    return TokenChunk((), finish_reason="length") if tokens and limit is not None and tokens >= limit else None
 
 
 def _with_stop_reason(chunk: TokenChunk, body: Mapping[str, Any]) -> TokenChunk:

@@ -29,6 +29,8 @@ class TokenRequest:
     """How many of the best are wanted at each prompt token (-1: the whole vocabulary), or None."""
     whole: bool = False
     """The client sees nothing before the end, so the answer may be begun anew as long as it has not ended."""
+    session_id: str | None = None
+    """The conversation that the client says it belongs to, for engines."""
     kv_transfer_params: Mapping[str, Any] | None = None
     """The client's own, where the topology lets clients steer the transfer."""
     ec_transfer_params: Mapping[str, Any] | None = None

@@ -197,6 +197,7 @@ def _token_request(request: EngineCoreRequest, served_name: str) -> TokenRequest
         prompt_logprobs=params.prompt_logprobs,
         # a stop string is found while the answer is made, so what was made so far has been seen
         whole=params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop,
+        session_id=getattr(request, "session_id", None),
         kv_transfer_params=extra.get("kv_transfer_params"),
         ec_transfer_params=extra.get("ec_transfer_params"),
     )
@@ -238,6 +239,8 @@ def _wire_sampling(params: SamplingParams) -> dict[str, Any]:
     if extra:
         wire["extra_args"] = extra
     wire["detokenize"] = False
+    if wire.get("watermarking") is not False:
+        wire.pop("watermarking", None)  # an engine that watermarks does, unless the client will not have it
     # Absent means "up to the context length" to vLLM's server, and 16 is the default that is left out.
     wire["max_tokens"] = params.max_tokens
     if params.logprobs is not None and params.logprobs >= 0:

@@ -157,6 +157,9 @@ def _front_end_llm(config: VllmConfig, core: SplitCore) -> async_llm.AsyncLLM:
         raise _unknown_vllm()
     # vLLM makes a span of its engine's timings, which are not here; trace headers reach the legs all the same.
     llm.output_processor.tracing_enabled = False
+    # Whether there will be a watermark is the engines' to know: here only a client's refusal of one is kept.
+    if hasattr(llm.input_processor, "resolve_watermarking"):
+        llm.input_processor.resolve_watermarking = lambda params: params.watermarking is not False
     core.attach(llm.output_processor)
     return llm
 

@@ -62,7 +62,12 @@ _NOT_FOR_ENGINES = frozenset(
 
 def for_engines(scope: Scope) -> dict[str, str]:
     """The headers of a request that its legs carry: trace context, session, tenant, whatever a user adds."""
-    named = {one.strip().lower() for one in (header(scope, b"connection") or "").split(",")}
+    named = {
+        one.strip().lower()
+        for key, value in scope["headers"]
+        if key == b"connection"
+        for one in value.decode("latin-1").split(",")
+    }
     kept: dict[str, str] = {}
     for key, value in scope["headers"]:
         name, text = key.decode("latin-1"), value.decode("latin-1")

@@ -56,7 +56,8 @@ class Inbox:
         """The next ASGI message."""
         if not self._given and self._body is not None:
             self._given = True
-            return {"type": "http.request", "body": self._body, "more_body": False}
+            body, self._body = self._body, None  # it may be large, and the answer may take minutes
+            return {"type": "http.request", "body": body, "more_body": False}
         await self.left()
         return {"type": "http.disconnect"}
 

@@ -7,7 +7,7 @@ can allow each of them by name (``gateway.allow``).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 
 STEERING = ("kv_transfer_params", "ec_transfer_params", "request_id", "data_parallel_rank")
 """What the topology can allow."""
@@ -29,8 +29,8 @@ def steering_fields(body: object) -> Iterator[tuple[str, str]]:
         if isinstance(one, Mapping):
             yield from ((where + name, name) for name in STEERING if one.get(name) is not None)
             waiting += ((f"{where}{name}.", one[name]) for name in reversed(_BODIES_WITHIN) if name in one)
-        elif isinstance(one, Sequence) and not isinstance(one, str | bytes):
-            waiting += ((where, part) for part in reversed(one))
+        elif isinstance(one, list):
+            waiting += [(where, part) for part in reversed(one) if type(part) in (dict, list)]
 
 
 def refusal_of(body: object, header_names: Collection[str], allowed: Collection[str]) -> str | None:

@@ -42,6 +42,7 @@ OWN_FLAGS: Mapping[str, str] = {
     "kv-transfer-config": "kv",
     "tensor-parallel-size": "tensor_parallel",
     "api-key": "gateway.api_keys (engines: api_key)",
+    "root-path": "a proxy in front that takes the prefix off",
 }
 """vLLM flags that Trivet sets itself, and the topology field that says what they get."""
 
@@ -294,6 +295,11 @@ class Gateway(_Strict):
     workers: int = Field(1, ge=1, le=64, description="processes; more when one core cannot render and stream it all")
     api_keys: list[str] = Field(default_factory=list, description="clients must send one of them, if there are any")
     drain_s: float = Field(30.0, ge=0, description="how long running requests may take after a stop")
+    continue_answers: bool | None = Field(
+        None,
+        description="continue an answer that broke off on another engine; null: unless engines have logits processors "
+        "or watermarks, which may count an answer's tokens",
+    )
     plane: Literal["tokens", "text"] = Field(
         "tokens",
         description="tokens: rendered once, here; text: engines render themselves and their bytes are passed through",
