@@ -328,8 +328,8 @@ def _token_id(entry: Mapping[str, Any]) -> int:
 def refusal(engine: str, content: bytes, status: int) -> LegError:
     """What an engine says when it refuses or fails: OpenAI's error form, or whatever it sent."""
     said, status = status, status if _is_error(status) else 502
-    if said in (401, 403):  # of the gateway's own key: nothing that a client could mend
-        told = content[:200].decode("utf-8", errors="replace").strip()
+    if said in (401, 403):  # of the gateway's own key, or an endpoint switched off: nothing that a client could mend
+        told = _message(content)
         return LegError(engine, f"does not let the gateway in (HTTP {said}: {told})", status=502, executed=False)
     try:
         body = orjson.loads(content)
@@ -342,6 +342,15 @@ def refusal(engine: str, content: bytes, status: int) -> LegError:
     code = error.get("code")
     problem = str(error.get("message", error))
     return LegError(engine, problem, status=code if _is_error(code) else status, error=error, content=content)
+
+
+def _message(content: bytes) -> str:
+    """What an error says, as short as can be."""
+    try:
+        error = orjson.loads(content)["error"]
+        return str(error.get("message", error) if isinstance(error, dict) else error)
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return content[:200].decode("utf-8", errors="replace").strip()
 
 
 def _is_error(status: object) -> TypeGuard[int]:
