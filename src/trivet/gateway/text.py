@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import sys
 from contextlib import aclosing
 
 import aiohttp
@@ -16,7 +18,10 @@ from trivet.render.contract import ServingError
 from trivet.routing.choose import choose
 from trivet.routing.engines import Engines, EngineView
 from trivet.surface.http import Receive, Scope, Send, answer, answer_error, answer_json, for_engines, header
+from trivet.surface.inbox import Inbox
 from trivet.surface.sse import DONE, event_of
+
+logger = logging.getLogger(__name__)
 
 _SILENCE = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=60.0)
 
@@ -34,6 +39,10 @@ _PASSED_ON = frozenset(
     }
 )
 """What else goes to an engine, as it is. By name, since engines have endpoints that are not for clients."""
+
+
+_ANY_SIZE = sys.maxsize
+"""The gateway has measured it."""
 
 
 class TextApp:
@@ -55,7 +64,8 @@ class TextApp:
         elif scope["type"] != "http":
             raise RuntimeError(f"the text plane serves HTTP, not {scope['type']}")
         else:
-            body = await _body(receive)
+            inbox = Inbox(receive)
+            body = await inbox.body(_ANY_SIZE)
             if body is None:
                 return
             where = scope["method"], scope["path"]
@@ -64,7 +74,7 @@ class TextApp:
                 await answer_json(send, 404, {"detail": "Not Found"})  # as vLLM says it
                 return
             serving = asyncio.create_task((self._generate if generates else self._pass_on)(scope, body, send))
-            leaving = asyncio.ensure_future(_until_left(receive))
+            leaving = asyncio.ensure_future(inbox.left())
             try:
                 await asyncio.wait([serving, leaving], return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -73,6 +83,7 @@ class TextApp:
                     serving.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await serving
+                await inbox.close()
 
     async def _generate(self, scope: Scope, raw: bytes, send: Send) -> None:
         owner = current_request.get()
@@ -98,21 +109,10 @@ class TextApp:
                     await send({"type": "http.response.body", "body": piece.body, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except ServingError as error:
-            if not begun:
-                if error.content is not None:
-                    await answer(send, error.status, error.content, b"application/json")
-                else:
-                    await answer_error(send, error.status, error.message)
-                return
-            told = error.error or {
-                "message": error.message,
-                "type": "InternalServerError",
-                "param": None,
-                "code": error.status,
-            }
-            await send(
-                {"type": "http.response.body", "body": event_of({"error": dict(told)}) + DONE, "more_body": False}
-            )
+            await _fail(send, error, begun=begun)
+        except Exception as error:  # whatever went wrong, the client must be told
+            logger.exception("request at %s", scope["path"])
+            await _fail(send, ServingError(f"{type(error).__name__}: {error}", status=500), begun=begun)
 
     async def _pass_on(self, scope: Scope, body: bytes, send: Send) -> None:
         engine = self._any_engine()
@@ -163,20 +163,16 @@ def _content_type(scope: Scope) -> dict[str, str]:
     return {} if said is None else {"Content-Type": said}
 
 
-async def _body(receive: Receive) -> bytes | None:
-    parts: list[bytes] = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
-
-
-async def _until_left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def _fail(send: Send, error: ServingError, *, begun: bool) -> None:
+    """Answers with an error; in a stream that has begun, as its last event."""
+    if not begun and error.content is not None:
+        await answer(send, error.status, error.content, b"application/json")
+    elif not begun:
+        await answer_error(send, error.status, error.message)
+    else:
+        own = {"message": error.message, "type": "InternalServerError", "param": None, "code": error.status}
+        event = event_of({"error": dict(error.error or own)})
+        await send({"type": "http.response.body", "body": event + DONE, "more_body": False})
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:
