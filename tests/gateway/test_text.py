@@ -507,20 +507,20 @@ async def test_it_serves_nothing_but_http():
 
 @pytest.mark.parametrize("after", [0, 1], ids=["before a byte", "in a stream"])
 async def test_a_fault_of_our_own_is_told_as_well(monkeypatch, after):
-    async with FakeEngine("mixed-0", "mixed", streaming(delta("Hi"), delta("!", "stop"), DONE)) as engine:
-        async with gateway(engine) as one:
-            serve = one.legs.serve
+    engine = FakeEngine("mixed-0", "mixed", streaming(delta("Hi"), delta("!", "stop"), DONE))
+    async with gateway(engine) as one:
+        serve = one.legs.serve
 
-            async def failing(ask):
-                count = 0
-                async for piece in serve(ask):
-                    if count == after:
-                        raise ZeroDivisionError("of our own")
-                    count += 1
-                    yield piece
+        async def failing(ask):
+            count = 0
+            async for piece in serve(ask):
+                if count == after:
+                    raise ZeroDivisionError("of our own")
+                count += 1
+                yield piece
 
-            monkeypatch.setattr(one.legs, "serve", failing)
-            answer = await one.post(body=HELLO | {"stream": True})
-            assert answer.status_code == (200 if after else 500)
-            assert "ZeroDivisionError: of our own" in answer.text
-            assert answer.text.endswith("data: [DONE]\n\n") == bool(after)
+        monkeypatch.setattr(one.legs, "serve", failing)
+        answer = await one.post(body=HELLO | {"stream": True})
+        assert answer.status_code == (200 if after else 500)
+        assert "ZeroDivisionError: of our own" in answer.text
+        assert answer.text.endswith("data: [DONE]\n\n") == bool(after)
