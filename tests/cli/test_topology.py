@@ -156,8 +156,8 @@ def test_notes_are_shown(trivet, tmp_path):
     path.write_text("model: {name: org/model}\ntiers: {mixed: {replicas: 5}}\n")
     done = trivet("topology", "show", path)
     assert (
-        "note: 5 CPU engines share 4 core(s): they will slow each other, "
-        "times mean little, and under load a transfer may stall" in done.out
+        "note: 5 CPU engines share 4 core(s) (mixed-0 on 0, mixed-1 on 1, mixed-2 on 2, mixed-3 on 3, mixed-4 on 0): "
+        "they slow each other, and times mean little" in done.out
     )
     assert json.loads(trivet("topology", "show", path, "--json").out)["notes"]
 

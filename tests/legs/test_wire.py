@@ -791,3 +791,14 @@ def test_a_prompt_of_one_token_has_none():
 def test_log_probabilities_of_another_prompt_are_a_fault(told):
     with pytest.raises(LegError, match="cannot be read"), reading("prefill-0"):
         read_prompt_logprobs([11, 12, 13], told)
+
+
+async def test_an_engine_whose_core_died_is_no_engine_that_answered():
+    """vLLM's server says so in an error of its own, and ends a moment later."""
+    told = wire.refusal(
+        "decode-0",
+        b'{"error": {"message": "EngineCore encountered an issue. See stack trace (above) for the root cause.", '
+        b'"type": "InternalServerError", "param": null, "code": 500}}',
+        500,
+    )
+    assert (str(told), told.died, told.status) == ("decode-0: its engine core has died", True, None)

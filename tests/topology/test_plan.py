@@ -320,11 +320,31 @@ def test_an_engine_of_someone_else_on_this_host_may_sit_on_our_cores():
 
 def test_more_engines_than_cores_share_them_with_a_note():
     plan = plan_of("tiers: {prefill: {replicas: 2}, decode: }", cpu(2))
-    assert cores(plan) == {"prefill-0": (0,), "prefill-1": (1,), "decode-0": (0,)}
+    assert cores(plan) == {"prefill-0": (0,), "prefill-1": (0,), "decode-0": (1,)}
     assert plan.notes == (
-        "3 CPU engines share 2 core(s): they will slow each other, "
-        "times mean little, and under load a transfer may stall",
+        "3 CPU engines share 2 core(s) (prefill-0 on 0, prefill-1 on 0, decode-0 on 1): they slow each other, "
+        "and times mean little",
     )
+
+
+@pytest.mark.parametrize("machine_cores", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+    ("prefill", "decode", "mixed"), [(1, 2, 0), (2, 1, 0), (1, 1, 1), (3, 3, 0), (1, 4, 2), (5, 1, 1)]
+)
+def test_a_pair_is_never_on_one_core(machine_cores, prefill, decode, mixed):
+    tiers = f"prefill: {{replicas: {prefill}}}, decode: {{replicas: {decode}}}, mixed: {{replicas: {mixed}}}"
+    placed = cores(plan_of(f"tiers: {{{tiers}}}", cpu(machine_cores)))
+    sides = [
+        {core for name, own in placed.items() if name.startswith(tier) for core in own}
+        for tier in ("prefill", "decode")
+    ]
+    assert not sides[0] & sides[1]
+    assert all(own for own in placed.values())
+
+
+def test_a_pair_that_must_share_a_core_is_told_to_stall():
+    (note,) = plan_of("tiers: {prefill: , decode: }", cpu(1)).notes
+    assert note.endswith("a pair on one core stalls: give prefill and decode cores of their own")
 
 
 def test_cores_that_two_engines_name_are_refused_by_line():

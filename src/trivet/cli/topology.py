@@ -50,7 +50,10 @@ def show(
     out.print(f"[bold]gateway[/]    http://{gateway.host}:{gateway.port}, {gateway.workers} worker(s)")
     out.print(f"[bold]connector[/]  {plan.connector.name if plan.connector else 'none: nothing is split'}")
     render = " ".join(plan.render_flags[1:])
-    out.print(f"[bold]render[/]     in the gateway's workers, as vllm serve with: {escape(render)}", soft_wrap=True)
+    if plan.topology.gateway.plane == "text":
+        out.print("[bold]render[/]     in the engines (gateway.plane: text)")
+    else:
+        out.print(f"[bold]render[/]     in the gateway's workers, as vllm serve with: {escape(render)}", soft_wrap=True)
     for engine in plan.engines:
         _show_engine(engine)
     for note in plan.notes:

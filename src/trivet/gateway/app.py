@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import hmac
 import json
-import math
+import re
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -40,6 +40,7 @@ from trivet.surface.inbox import BodyTooLargeError, Inbox
 from trivet.surface.sse import data_of, event_of
 from trivet.surface.steering import RANK_HEADER, refusal_of
 
+_SECONDS = re.compile(r"\d{1,9}(\.\d{1,9})?", re.ASCII)
 CLIENT_LEFT = 499
 """What is counted for a client that left before it had an answer; nginx's number for it."""
 RETRY_AFTER_S = b"1"
@@ -57,6 +58,17 @@ GENERATING = (
     "/generative_scoring",
     "/v1/systemone",
 )
+
+_NOT_FOR_CLIENTS = frozenset(
+    {
+        "/abort_requests",
+        "/inference/v1/abort_requests",
+        "/is_scaling_elastic_ep",
+        "/kv_event_sources",
+        "/scale_elastic_ep",
+    }
+)
+"""Endpoints of vLLM's front end by which one client could end another's requests, or that mean nothing here."""
 
 _GUARDED_BY_VLLM = ("/v1", "/v2", "/inference", "/cohere")
 
@@ -127,7 +139,9 @@ class GatewayApp:
             # as vLLM says it, before a body is read or a place in the queue taken
             await answer_json(send, 401, {"error": "Unauthorized"})
             return
-        if method == "POST" and path in GENERATING:
+        if path in _NOT_FOR_CLIENTS:
+            await answer_json(send, 404, {"detail": "Not Found"})  # as where vLLM has them switched off
+        elif method == "POST" and path in GENERATING:
             await self._generate(scope, receive, send)
         elif method == "POST":
             await self._pass_on(scope, receive, send)
@@ -262,14 +276,11 @@ class GatewayApp:
             record.colocate = "the request asks for it" if wish.lower() == "colocated" else None
         seconds = self._rules.deadline_s
         if (said := header(scope, b"x-trivet-deadline-s")) is not None:
-            try:
-                own = float(said)
-            except ValueError:
-                own = math.nan
+            own = float(said) if _SECONDS.fullmatch(said) else 0.0
             if not own > 0:
-                raise ServingError("X-Trivet-Deadline-S is a number of seconds above 0", status=400)
+                raise ServingError("X-Trivet-Deadline-S is a number of seconds above 0, such as 2.5", status=400)
             seconds = own if seconds is None else min(own, seconds)
-        if seconds is not None and math.isfinite(seconds):
+        if seconds is not None:
             record.deadline_s = record.arrived_s + seconds
         record.decode_rank = header(scope, RANK_HEADER.encode())
         record.may_steer = bool({"kv_transfer_params", "ec_transfer_params"} & set(self._rules.allow))

@@ -19,6 +19,8 @@ GENERATE = "/inference/v1/generate"
 _ABORT = "/inference/v1/abort_requests"
 _ABORT_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 _CONNECT_TIMEOUT_S = 5.0
+_CORE_DIED = "EngineCore encountered an issue"
+"""``EngineDeadError`` in vLLM (``vllm/v1/engine/exceptions.py``), in the moment before its server ends."""
 _NOT_EXECUTED = frozenset({429, 503})
 """An engine that says so has not begun: its queue is full, or it is going down."""
 
@@ -341,6 +343,8 @@ def refusal(engine: str, content: bytes, status: int) -> LegError:
         return LegError(engine, str(error), status=status)
     code = error.get("code")
     problem = str(error.get("message", error))
+    if problem.startswith(_CORE_DIED):
+        return LegError(engine, "its engine core has died", died=True)
     return LegError(engine, problem, status=code if _is_error(code) else status, error=error, content=content)
 
 

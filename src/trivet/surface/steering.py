@@ -14,6 +14,7 @@ STEERING = ("kv_transfer_params", "ec_transfer_params", "request_id", "data_para
 
 RANK_HEADER = "x-data-parallel-rank"
 
+_LONGEST_WAY = 120
 _BODIES_WITHIN = ("vllm_xargs", "extra_args", "extra_body", "sampling_params")
 """Objects inside a body whose keys end up where the body's own do."""
 
@@ -50,4 +51,5 @@ def refusal_of(body: object, header_names: Collection[str], allowed: Collection[
 
 
 def _refusal(where: str, what: str) -> str:
+    where = where if len(where) <= _LONGEST_WAY else f"{where[:_LONGEST_WAY]}..."
     return f"{where} is not for clients of this service (a topology may allow it: gateway.allow: [{what}])"

@@ -275,16 +275,25 @@ class Tiers(_Strict):
 class Limits(_Strict):
     """What each gateway worker takes on, and how long it waits."""
 
-    running: int = Field(1024, ge=1, description="requests served at once: more only make each other slower")
-    queued: int = Field(1024, ge=0, description="requests that may wait for their turn; the next is refused with 429")
-    queue_s: float = Field(30.0, gt=0, description="longest wait for a turn, then 503: clients have given up by then")
+    model_config = ConfigDict(strict=True)
+
+    running: int = Field(1024, ge=1, le=10**6, description="requests served at once: more only make each other slower")
+    queued: int = Field(
+        1024, ge=0, le=10**6, description="requests that may wait for their turn; the next is refused with 429"
+    )
+    queue_s: float = Field(
+        30.0, gt=0, le=86400, description="longest wait for a turn, then 503: clients have given up by then"
+    )
     deadline_s: float | None = Field(
-        None, gt=0, description="longest life of a request; none, as long answers take minutes (X-Trivet-Deadline-S)"
+        None,
+        gt=0,
+        le=86400,
+        description="longest life of a request; none, as long answers take minutes (X-Trivet-Deadline-S)",
     )
     silence_s: float | None = Field(
-        300.0, gt=0, description="an engine that says nothing about a request for so long counts as hung"
+        300.0, gt=0, le=86400, description="an engine that says nothing about a request for so long counts as hung"
     )
-    body_mib: int = Field(64, ge=1, description="largest body of a request; more than any prompt needs")
+    body_mib: int = Field(64, ge=1, le=4096, description="largest body of a request; more than any prompt needs")
 
 
 class Gateway(_Strict):

@@ -436,13 +436,18 @@ class _Planner:
             for number, entry in enumerate(rest):
                 shares[entry.name] = tuple(free[number * size : (number + 1) * size])
         elif rest:
-            self._notes.append(
-                f"{len(rest)} CPU engines share {len(free)} core(s): they will slow each other, times mean little, and "
-                "under load a transfer may stall"
-            )
             pool = free or list(self._machine.cores)
-            for number, entry in enumerate(rest):
-                shares[entry.name] = (pool[number % len(pool)],)
+            shares |= _shared_cores(rest, pool)
+            places = ", ".join(f"{e.name} on {shares[e.name][0]}" for e in rest)
+            stall = (
+                "; a pair on one core stalls: give prefill and decode cores of their own"
+                if len(pool) < _TWO_SIDES and self._connector
+                else ""
+            )
+            self._notes.append(
+                f"{len(rest)} CPU engines share {len(pool)} core(s) ({places}): they slow each other, and times mean "
+                f"little{stall}"
+            )
         return shares
 
     def _share_gpus(self, entries: Sequence[_Entry]) -> dict[str, tuple[int, ...]]:
@@ -662,6 +667,28 @@ class _Entry:
 
     def where(self, topology: Topology) -> str:
         return topology.where("tiers", self.tier, "engines", self.number)
+
+
+_TWO_SIDES = 2
+
+
+def _shared_cores(entries: Sequence[_Entry], pool: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """A core for each of more engines than there are cores. No decode engine is on a prefill engine's.
+
+    Two that hand over to each other and share a core can stall each other: one spins while it waits for the other.
+    """
+    if len(pool) < _TWO_SIDES:
+        return {entry.name: (pool[0],) for entry in entries}
+    prefill = sum(entry.tier == "prefill" for entry in entries)
+    cut = min(len(pool) - 1, max(1, len(pool) * prefill // len(entries)))
+    sides: Mapping[str, Sequence[int]] = {"prefill": pool[:cut], "decode": pool[cut:], "mixed": pool}
+    seen: dict[str, int] = defaultdict(int)
+    shares: dict[str, tuple[int, ...]] = {}
+    for entry in entries:
+        cores = sides[entry.tier]
+        shares[entry.name] = (cores[seen[entry.tier] % len(cores)],)
+        seen[entry.tier] += 1
+    return shares
 
 
 _ALONE = 0.9
