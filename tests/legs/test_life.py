@@ -1193,6 +1193,7 @@ async def test_kv_that_nobody_can_release_is_left_to_its_lease_with_a_word(caplo
 
 async def test_kv_is_released_where_decode_hangs(monkeypatch):
     """The release leg is ended, which makes its engine tell prefill all the same."""
+    monkeypatch.setattr(release, "_LAST_S", 0.2)
     monkeypatch.setattr(release, "_PATIENCE_S", 0.05)
     d = decode(hanging())
     async with serving(prefill(), d, aborts=True) as service:

@@ -112,6 +112,7 @@ async def test_a_release_that_takes_too_long_is_ended(releases, aborted, monkeyp
 
 
 async def test_where_all_take_too_long_it_is_counted_once(releases, aborted, monkeypatch):
+    monkeypatch.setattr(release, "_LAST_S", 0.05)
     monkeypatch.setattr(release, "_PATIENCE_S", 0.01)
     releases.release(Asked(asyncio.Event(), asyncio.Event()), HELD, LEGS)
     await releases.close()

@@ -12,6 +12,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from trivet.connectors import Connector
+from trivet.journal import now_s
 from trivet.legs.ask import Ask, Leg, Prefilled
 from trivet.legs.wire import LegError, abort, reading
 from trivet.routing.engines import Engines, EngineView
@@ -19,8 +20,10 @@ from trivet.routing.engines import Engines, EngineView
 logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 0.6
-"""A release leg that is not served by then is aborted, which makes its engine tell prefill all the same, and the next
-engine is asked: KV is free within two seconds also when decode is busy, or one or two decode engines hang."""
+"""A release leg that is not served by then is aborted by its id, which makes its engine tell prefill all the same, and
+the next engine is asked: KV is free within two seconds also when decode is busy, or one or two decode engines hang."""
+_LAST_S = 8.0
+"""After that no release leg is waited for any more."""
 _GRACE_S = 0.1
 """A prefill leg that ends by itself within that is not aborted: an abort that meets the end of its request inside vLLM
 drops the answer, and with it where the KV is that is held then."""
@@ -97,16 +100,20 @@ class Releases:
             self.release(ask, await call, spare)
 
     async def _release(self, ask: Ask[Any], params: Mapping[str, Any], prompt: Any, legs: Sequence[Leg]) -> None:
+        trying: dict[asyncio.Task[None], Leg] = {}
         try:
             for leg in legs:
-                try:
-                    async with asyncio.timeout(_PATIENCE_S):
-                        await ask.release(leg, params, prompt)
+                trying[asyncio.create_task(ask.release(leg, params, prompt))] = leg
+                if await self._released(ask, trying, _PATIENCE_S):
                     return
-                except TimeoutError:
-                    self.abort(ask, leg)  # an engine that is only busy tells prefill now; one that hangs never does
-                except LegError as error:
-                    logger.warning("releasing KV of %s: %s", ask.request_id, error)
+                if leg in trying.values():
+                    # An engine that is only busy tells prefill now. Its connection stays open: a request that is closed
+                    # before it has come as far as the engine's queue tells nobody.
+                    self.abort(ask, leg)
+            deadline_s = now_s() + _LAST_S
+            while trying and (rest_s := deadline_s - now_s()) > 0:
+                if await self._released(ask, trying, rest_s):
+                    return
             self.unconfirmed += 1
             logger.warning("KV of %s: no engine confirmed its release", ask.request_id)
         except Exception:  # in the background nobody else would say so
@@ -114,6 +121,25 @@ class Releases:
             logger.exception("releasing KV of %s", ask.request_id)
         finally:
             self.pending -= 1
+            for task in trying:
+                task.cancel()
+            if trying:
+                await asyncio.wait(trying)
+
+    async def _released(self, ask: Ask[Any], trying: dict[asyncio.Task[None], Leg], seconds: float) -> bool:
+        """Waits for a release leg to end; whether prefill has been told. Legs that failed are taken out."""
+        done, _ = await asyncio.wait(trying, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        told = False
+        for task in done:
+            trying.pop(task)
+            error = task.exception()
+            if error is None or (isinstance(error, LegError) and error.ended_by_abort):
+                told = True
+            elif isinstance(error, LegError):
+                logger.warning("releasing KV of %s: %s", ask.request_id, error)
+            else:
+                raise error
+        return told
 
 
 def takers(engines: Engines, last_resort: EngineView | None) -> list[EngineView]:

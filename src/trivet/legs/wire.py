@@ -55,6 +55,8 @@ class LegError(Exception):
         self.content = content
         self.died = died
         self.executed = executed and status not in _NOT_EXECUTED
+        self.ended_by_abort = False
+        """The engine was told to end it, by us or at its own end."""
 
 
 def open_session() -> aiohttp.ClientSession:
@@ -205,7 +207,9 @@ def check_finish(engine: str, reason: str | None) -> None:
     if reason == "error":
         raise LegError(engine, "generating failed in the engine (finish_reason error)", status=500)
     if reason == "abort":
-        raise LegError(engine, "the engine ended the request (finish_reason abort)", died=True)
+        error = LegError(engine, "the engine ended the request (finish_reason abort)", died=True)
+        error.ended_by_abort = True
+        raise error
 
 
 def _finish_unsaid(body: Mapping[str, Any], tokens: int) -> TokenChunk | None:
