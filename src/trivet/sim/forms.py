@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -262,7 +263,21 @@ class GenerateForm(_Base):
         return {"content": content}
 
 
-class ChatForm(_Base):
+class _OpenAIForm(_Base, ABC):
+    """What chats and completions have in common."""
+
+    @abstractmethod
+    def _chunk(self, *choices: Mapping[str, Any]) -> dict[str, Any]:
+        """An event with these choices."""
+
+    def finish(self, choices: Sequence[Choice], cached_tokens: int | None) -> bytes:
+        """See ``Form``."""
+        if not self._ask.include_usage:
+            return b""
+        return sse(self._chunk() | {"usage": self._usage(choices, cached_tokens, terse=True)})
+
+
+class ChatForm(_OpenAIForm):
     """``/v1/chat/completions``."""
 
     def begin(self) -> bytes:
@@ -303,12 +318,6 @@ class ChatForm(_Base):
         if self._ask.continuous_usage:
             event["usage"] = self._running_usage(choice)
         return sse(event)
-
-    def finish(self, choices: Sequence[Choice], cached_tokens: int | None) -> bytes:
-        """See ``Form``."""
-        if not self._ask.include_usage:
-            return b""
-        return sse(self._chunk() | {"usage": self._usage(choices, cached_tokens, terse=True)})
 
     def whole(
         self, choices: Sequence[Choice], cached_tokens: int | None, params: Mapping[str, Any] | None
@@ -362,7 +371,7 @@ class ChatForm(_Base):
         return self._chat_logprobs(choice, begin, self._ask.logprobs, self._ask.top_logprobs)
 
 
-class CompletionForm(_Base):
+class CompletionForm(_OpenAIForm):
     """``/v1/completions``."""
 
     def __init__(self, ask: Ask, settings: SimSettings) -> None:
@@ -395,12 +404,6 @@ class CompletionForm(_Base):
         if self._ask.continuous_usage:
             event["usage"] = self._running_usage(choice)
         return sse(event)
-
-    def finish(self, choices: Sequence[Choice], cached_tokens: int | None) -> bytes:
-        """See ``Form``."""
-        if not self._ask.include_usage:
-            return b""
-        return sse(self._chunk() | {"usage": self._usage(choices, cached_tokens, terse=True)})
 
     def whole(
         self, choices: Sequence[Choice], cached_tokens: int | None, params: Mapping[str, Any] | None
