@@ -20,6 +20,8 @@ from trivet.topology.machine import OLDEST_VLLM, is_too_old
 from trivet.topology.plan import EnginePlan, Plan
 
 _POLL_S = 0.3
+_FAMILY_POLL_S = 0.1
+"""Between looks at an engine's processes: a few reads of ``/proc`` each, so that a dead one is seen at once."""
 _SILENCE_S = 30.0
 """An engine that has answered nothing for so long is out of service; a busy one may be slow to answer."""
 _LAST_WORDS_S = 1.0
@@ -306,7 +308,7 @@ async def _until_bereft(process: GuardedProcess) -> str:
     """vLLM notices a lost worker itself, but may take seconds to say so."""
     family = process.family()
     while (gone := lost(family)) is None:  # noqa: ASYNC110  (/proc has no events)
-        await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(_FAMILY_POLL_S)
     return f"has lost its process {gone}"
 
 
