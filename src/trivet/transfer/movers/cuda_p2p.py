@@ -1,0 +1,88 @@
+"""GPUs that reach each other's memory (NVLink, or PCIe peer-to-peer): decode copies out of prefill's device memory.
+
+Prefill gathers into slots of device memory of its own, which decode maps by its IPC handle (CUDA Runtime API,
+``cudaIpcOpenMemHandle``) and reads with the copy engine. The two need not see each other's device
+(``CUDA_VISIBLE_DEVICES``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from trivet.transfer.movers.base import PROOF_BYTES, MoverError, Offered, pattern, prove
+from trivet.transfer.movers.cuda import DeviceBytes, Runtime, wait
+
+
+class CudaP2P:
+    """CUDA IPC."""
+
+    name = "cuda_p2p"
+    devices = frozenset({"cuda"})
+
+    def stage(self, device: torch.device, slots: int, slot_bytes: int) -> CudaStaging:
+        """See ``Mover``."""
+        return CudaStaging(device, slots, slot_bytes)
+
+    def open(self, device: torch.device, window: Mapping[str, Any], files: Sequence[int]) -> CudaWindow:  # noqa: ARG002
+        """See ``Mover``."""
+        return CudaWindow(device, int(window["slots"]), int(window["slot_bytes"]), bytes(window["handle"]))
+
+
+class CudaStaging:
+    """See ``Staging``."""
+
+    def __init__(self, device: torch.device, slots: int, slot_bytes: int) -> None:
+        self.slots, self.slot_bytes = slots, slot_bytes
+        self._runtime = Runtime()
+        size = slots * slot_bytes + PROOF_BYTES
+        with torch.cuda.device(device):
+            self._address = self._runtime.allocate(size)
+            self._handle = self._runtime.handle(self._address)
+            self._bytes = torch.as_tensor(DeviceBytes(self._address, size), device=device)
+            self._bytes[slots * slot_bytes :].copy_(pattern())
+            wait(torch.cuda.current_stream())
+
+    def offered(self) -> Offered:
+        """See ``Staging``."""
+        return Offered({"slots": self.slots, "slot_bytes": self.slot_bytes, "handle": self._handle})
+
+    def write(self, slot: int, size: int, fill: Callable[[torch.Tensor], None]) -> None:
+        """See ``Staging``."""
+        start = slot * self.slot_bytes
+        fill(self._bytes[start : start + size])
+        wait(torch.cuda.current_stream())
+
+    def close(self) -> None:
+        """See ``Staging``."""
+        self._runtime.free(self._address)
+
+
+class CudaWindow:
+    """See ``Window``."""
+
+    def __init__(self, device: torch.device, slots: int, slot_bytes: int, handle: bytes) -> None:
+        self._slot_bytes = slot_bytes
+        self._runtime = Runtime()
+        with torch.cuda.device(device):
+            self._scratch = torch.empty(max(slot_bytes, PROOF_BYTES), dtype=torch.uint8, device=device)
+            self._address = self._runtime.open(handle)
+            try:
+                stream = torch.cuda.current_stream()
+                self._runtime.copy(self._scratch.data_ptr(), self._address + slots * slot_bytes, PROOF_BYTES, stream)
+                wait(stream)
+                prove("cuda_p2p", self._scratch[:PROOF_BYTES])
+            except RuntimeError as error:
+                raise MoverError(f"cuda_p2p: {error}") from error
+
+    def read(self, slot: int, size: int) -> torch.Tensor:
+        """See ``Window``."""
+        source = self._address + slot * self._slot_bytes
+        self._runtime.copy(self._scratch.data_ptr(), source, size, torch.cuda.current_stream())
+        return self._scratch[:size]
+
+    def close(self) -> None:
+        """See ``Window``."""
+        self._runtime.shut(self._address)

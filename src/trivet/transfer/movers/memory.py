@@ -1,0 +1,37 @@
+"""Memory that two processes share: anonymous, so that nothing is left behind however they end."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import torch
+
+from trivet.transfer.movers.base import MoverError
+
+
+class SharedMemory:
+    """A mapping of a memory file (Linux ``memfd_create``), whose descriptor is passed to the peer."""
+
+    def __init__(self, name: str, size: int, file: int | None = None) -> None:
+        """
+        Args:
+            file: a descriptor to map; it stays the caller's. None makes new memory.
+
+        Raises:
+            MoverError: there is not so much memory.
+        """
+        self._own = file is None
+        try:
+            self.file = os.memfd_create(f"trivet-{name}") if file is None else os.dup(file)
+            if self._own:
+                os.posix_fallocate(self.file, 0, size)  # or a full machine would show as a bus error, later
+            self._map = mmap.mmap(self.file, size)
+        except OSError as error:
+            raise MoverError(f"{name}: {size / 2**20:.0f} MiB of shared memory: {error.strerror or error}") from error
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Unmaps it once nothing refers to its bytes."""
+        os.close(self.file)
+        del self.bytes

@@ -1,0 +1,166 @@
+"""Which pieces of a transfer can leave now. Pure bookkeeping: no engine, no tensors.
+
+A transfer is complete when every layer has given every wanted block. Layers become ready from the first to the last
+within a chunk, blocks from the first to the last with each chunk, so what is there is kept as one count a layer; a
+piece is cut from neighbouring layers that stand at the same place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+Ranges = Sequence[tuple[int, int]]
+"""Half-open ranges of block indexes, ascending."""
+
+
+def count(ranges: Ranges) -> int:
+    """Blocks in ``ranges``."""
+    return sum(end - start for start, end in ranges)
+
+
+def indexes(ranges: Ranges) -> list[int]:
+    """The block indexes in ``ranges``."""
+    return [index for start, end in ranges for index in range(start, end)]
+
+
+def ranges_of(wanted: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending indexes as ranges."""
+    ranges: list[tuple[int, int]] = []
+    for index in wanted:
+        if ranges and ranges[-1][1] == index:
+            ranges[-1] = (ranges[-1][0], index + 1)
+        else:
+            ranges.append((index, index + 1))
+    return ranges
+
+
+def part(ranges: Ranges, start: int, end: int) -> list[tuple[int, int]]:
+    """The blocks from the ``start``-th to the ``end``-th of ``ranges``."""
+    cut, at = [], 0
+    for low, high in ranges:
+        size = high - low
+        first, last = max(start - at, 0), min(end - at, size)
+        if first < last:
+            cut.append((low + first, low + last))
+        at += size
+    return cut
+
+
+def below(ranges: Ranges, limit: int) -> int:
+    """How many blocks of ``ranges`` have an index below ``limit``."""
+    return sum(max(0, min(end, limit) - start) for start, end in ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A piece to be."""
+
+    group: int
+    layers: tuple[int, ...]
+    start: int
+    end: int
+    """The blocks from the ``start``-th to the ``end``-th of those wanted in the group."""
+
+
+class Coverage:
+    """What of a transfer is wanted, ready and sent."""
+
+    def __init__(self, groups: Sequence[int], block_bytes: Sequence[int]) -> None:
+        """
+        Args:
+            groups: the cache group of each layer.
+            block_bytes: bytes of a block, by layer.
+        """
+        self._groups = tuple(groups)
+        self._block_bytes = tuple(block_bytes)
+        self._ready = [0] * len(groups)
+        self._sent = [0] * len(groups)
+        self.wanted: list[list[tuple[int, int]]] | None = None
+
+    def want(self, ranges: Sequence[Ranges]) -> None:
+        """Decode says which blocks it lacks, by group; what was sent before counts no more."""
+        self.wanted = [list(one) for one in ranges]
+        self._sent = [0] * len(self._groups)
+
+    def ready(self, layers: Sequence[int], blocks: Sequence[int]) -> None:
+        """The first ``blocks[group]`` blocks of these layers are computed."""
+        for layer in layers:
+            self._ready[layer] = max(self._ready[layer], blocks[self._groups[layer]])
+
+    def reset_ready(self) -> None:
+        """Prefill lost its blocks and begins again; what has been sent stays sent."""
+        self._ready = [0] * len(self._groups)
+
+    def next(self, most_bytes: int) -> Cut | None:
+        """The next piece of at most so many bytes (one block of one layer at least), or None if none is ready."""
+        if self.wanted is None:
+            return None
+        for layer, group in enumerate(self._groups):
+            start = self._sent[layer]
+            end = below(self.wanted[group], self._ready[layer])
+            if start >= end:
+                continue
+            size = self._block_bytes[layer]
+            end = min(end, start + max(1, most_bytes // size))
+            layers = [layer]
+            left = most_bytes - (end - start) * size
+            for other in range(layer + 1, len(self._groups)):
+                if self._groups[other] != group:
+                    continue
+                fits = (end - start) * self._block_bytes[other] <= left
+                if not fits or self._sent[other] != start or below(self.wanted[group], self._ready[other]) < end:
+                    break
+                layers.append(other)
+                left -= (end - start) * self._block_bytes[other]
+            return Cut(group, tuple(layers), start, end)
+        return None
+
+    def sent(self, cut: Cut) -> None:
+        """A piece has left."""
+        for layer in cut.layers:
+            self._sent[layer] = max(self._sent[layer], cut.end)
+
+    def is_complete(self) -> bool:
+        """Whether every layer has given every wanted block."""
+        if self.wanted is None:
+            return False
+        totals = [count(one) for one in self.wanted]
+        return all(self._sent[layer] >= totals[group] for layer, group in enumerate(self._groups))
+
+
+class Arrivals:
+    """What of a transfer has come, by layer. Pieces of a layer come in order."""
+
+    def __init__(self, groups: Sequence[int], wanted: Sequence[Ranges]) -> None:
+        """
+        Args:
+            groups: the cache group of each layer.
+            wanted: what must come, by group.
+        """
+        self._wanted = [list(wanted[group]) for group in groups]
+        self._totals = [count(one) for one in self._wanted]
+        self._came = [0] * len(groups)
+
+    def came(self, layers: Sequence[int], ranges: Ranges) -> None:
+        """A piece has been written.
+
+        Raises:
+            ValueError: it is not what these layers miss next.
+        """
+        size = count(ranges)
+        for layer in layers:
+            start = self._came[layer]
+            if part(self._wanted[layer], start, start + size) != [tuple(one) for one in ranges]:
+                raise ValueError(f"layer {layer} was sent blocks {list(ranges)} behind its first {start}")
+            self._came[layer] = start + size
+
+    def is_complete(self) -> bool:
+        """Whether no layer misses a block."""
+        return self._came == self._totals
+
+    def missing(self) -> Iterator[tuple[int, int]]:
+        """Layers that miss blocks, with the number of blocks."""
+        for layer, (came, total) in enumerate(zip(self._came, self._totals, strict=True)):
+            if came < total:
+                yield layer, total - came

@@ -1,0 +1,57 @@
+"""``TRIVET_KV_TRACE=FILE``: what happened when, in Chrome's trace format, which Perfetto and chrome://tracing open.
+
+All engines of a host may write the same file: times are of the machine's monotonic clock, and each event is one append.
+The format (Trace Event Format, "JSON Array Format") allows the closing bracket to be missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import zlib
+
+VARIABLE = "TRIVET_KV_TRACE"
+
+
+class Trace:
+    """A trace file, or nothing where the variable is not set."""
+
+    def __init__(self, engine: str) -> None:
+        """
+        Args:
+            engine: names this process in the trace.
+        """
+        self._file: int | None = None
+        self._pid = os.getpid()
+        if path := os.environ.get(VARIABLE):
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            if os.fstat(self._file).st_size == 0:
+                os.write(self._file, b"[\n")
+            self._write({"ph": "M", "name": "process_name", "args": {"name": engine}})
+
+    def span(self, side: str, transfer: str, what: str, start_ns: int, end_ns: int) -> None:
+        """Something that took time."""
+        if self._file is not None:
+            self._write(
+                {
+                    "ph": "X",
+                    "cat": side,
+                    "name": what,
+                    "ts": start_ns / 1e3,
+                    "dur": (end_ns - start_ns) / 1e3,
+                    "args": {"transfer": transfer},
+                }
+            )
+
+    def mark(self, side: str, transfer: str, what: str, at_ns: int) -> None:
+        """Something that happened."""
+        if self._file is not None:
+            self._write(
+                {"ph": "i", "s": "p", "cat": side, "name": what, "ts": at_ns / 1e3, "args": {"transfer": transfer}}
+            )
+
+    def _write(self, event: dict[str, object]) -> None:
+        assert self._file is not None
+        thread = zlib.crc32(threading.current_thread().name.encode()) % 100_000
+        os.write(self._file, json.dumps({"pid": self._pid, "tid": thread, **event}).encode() + b",\n")
