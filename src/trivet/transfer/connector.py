@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
+from trivet.transfer.backport import run_first_steps_as_decode
 from trivet.transfer.decode import DecodeSide
 from trivet.transfer.identity import identity, refusal
 from trivet.transfer.pages import Pages
@@ -80,9 +81,10 @@ class TrivetConnector(KVConnectorBase_V1, SupportsHMA):
         own = identity(self._config, self._caches)
         generation = f"{self._engine_id}-{uuid.uuid4().hex[:8]}"
         ranks = self._config.parallel_config.world_size
+        trace = Trace(f"{self._name()} scheduler")
         if self._sends:
             paths = [f"{self._settings.path}.{rank}" for rank in range(ranks)]
-            self._prefill = PrefillSide(self._settings, generation, own, paths, self._counts)
+            self._prefill = PrefillSide(self._settings, generation, own, paths, self._counts, trace)
         if self._receives:
             self._decode = DecodeSide(
                 self._settings,
@@ -92,7 +94,11 @@ class TrivetConnector(KVConnectorBase_V1, SupportsHMA):
                 block_tokens=[group.kv_cache_spec.block_size for group in self._caches.kv_cache_groups],
                 carries_output=bool(self._config.use_v2_model_runner),
                 counts=self._counts,
+                trace=trace,
             )
+
+    def _name(self) -> str:
+        return f"{self._config.kv_transfer_config.kv_role} {Path(self._settings.path).stem}"
 
     # --- scheduler side
 
@@ -159,11 +165,12 @@ class TrivetConnector(KVConnectorBase_V1, SupportsHMA):
 
         rank = get_tensor_model_parallel_rank()
         pages = Pages.of(kv_caches, self._caches)
-        name = f"{self._config.kv_transfer_config.kv_role} {Path(self._settings.path).name} rank {rank}"
-        trace = Trace(name)
+        trace = Trace(f"{self._name()} rank {rank}")
         if self._sends:
             self._sender = Sender(pages, self._settings, f"{self._settings.path}.{rank}", self._counts, trace)
         if self._receives:
+            if self._config.use_v2_model_runner:
+                run_first_steps_as_decode()
             self._receiver = Receiver(pages, self._settings, self._engine_id, rank, self._counts, trace)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

@@ -15,16 +15,29 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
-from trivet.transfer.link import Connection
-from trivet.transfer.messages import PROTOCOL, Alive, Announce, Close, First, Hello, Lost, Message, Open, Welcome
+from trivet.transfer.link import Connection, Listener
+from trivet.transfer.messages import (
+    PROTOCOL,
+    Alive,
+    Announce,
+    Close,
+    First,
+    Hello,
+    Landed,
+    Lost,
+    Message,
+    Open,
+    Welcome,
+)
 from trivet.transfer.pieces import ranges_of
 from trivet.transfer.plan import Receive, Report, StepPlan
 from trivet.transfer.settings import Settings
 from trivet.transfer.stats import Counts
+from trivet.transfer.trace import Trace
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -68,6 +81,8 @@ class _Incoming:
     fails: bool = False
     """It must end with an error: its first token went to the client and is not known here."""
     cached_tokens: int = 0
+    landed_at: set[int] = field(default_factory=set)
+    """Ranks that have said so."""
 
 
 class DecodeSide:
@@ -83,6 +98,7 @@ class DecodeSide:
         block_tokens: list[int],
         carries_output: bool,
         counts: Counts,
+        trace: Trace,
     ) -> None:
         """
         Args:
@@ -92,7 +108,7 @@ class DecodeSide:
         """
         self._settings, self.engine_id, self.identity = settings, engine_id, identity
         self._ranks, self._block_tokens, self._carries_output = ranks, block_tokens, carries_output
-        self._counts = counts
+        self._counts, self.trace = counts, trace
         self._manager: KVCacheManager | None = None
         self.lock = threading.RLock()
         self._links: dict[str, _Link] = {}
@@ -102,6 +118,7 @@ class DecodeSide:
         self._dropped: list[str] = []
         self._failed: list[str] = []
         self._forget: list[str] = []
+        self._notices = Listener(settings.notice_path, self._hear_workers, "trivet-notices")
 
     def bind(self, manager: KVCacheManager) -> None:
         """vLLM's owner of blocks: those of a transfer that failed go back to it."""
@@ -109,6 +126,7 @@ class DecodeSide:
 
     def close(self) -> None:
         """Closes all links."""
+        self._notices.close()
         for link in list(self._links.values()):
             link.close()
 
@@ -127,6 +145,7 @@ class DecodeSide:
                 link = self._links[address] = _Link(self, address, self._settings.lease_s / 3)
             incoming = _Incoming(transfer, request, bool(params.get("first_token")), link)
             self._incoming[request.request_id] = incoming
+            self.trace.mark("decode", transfer, "request queued")
             link.open(incoming)
 
     def matched(self, request: Request, cached_tokens: int) -> tuple[int | None, bool]:
@@ -161,6 +180,7 @@ class DecodeSide:
             if incoming.fails:
                 self._failed.append(request.request_id)
                 return
+            self.trace.mark("decode", incoming.transfer, "blocks taken")
             ids = tuple(tuple(group) for group in blocks.get_block_ids())
             wanted = tuple(self._wanted(group, own, incoming) for group, own in enumerate(ids))
             self._receives.append(
@@ -202,20 +222,32 @@ class DecodeSide:
             self._receives, self._dropped, self._failed, self._forget = [], [], [], []
             return plan
 
+    def _hear_workers(self, connection: Connection) -> None:
+        while (message := connection.receive()) is not None:
+            if not isinstance(message, Landed):
+                raise ValueError(f"a {type(message).__name__} from a worker")
+            with self.lock:
+                if (incoming := self._incoming.get(message.request_id)) is not None:
+                    incoming.landed_at.add(message.rank)
+
     def update(self, output: KVConnectorOutput) -> None:
-        """Reads the workers' report, and lets requests go on. vLLM reads ``finished_recving`` after this."""
+        """Lets requests go on whose KV is there. vLLM reads ``finished_recving`` after this."""
         report = output.kv_connector_worker_meta
         if not isinstance(report, Report):
-            return
+            report = Report()
         with self.lock:
-            for request_id in {**report.landed, **report.stopped}:
-                incoming = self._incoming.get(request_id)
-                if incoming is None or incoming.state is not _State.LOADING:
+            for request_id, incoming in list(self._incoming.items()):
+                if incoming.state is not _State.LOADING:
                     continue
-                landed, stopped = report.landed.get(request_id, 0), report.stopped.get(request_id, 0)
+                landed = max(report.landed.get(request_id, 0), len(incoming.landed_at))
+                stopped = report.stopped.get(request_id, 0)
                 if stopped and not incoming.dropped:  # one rank failed: the others must stop as well
                     incoming.lost = incoming.lost or report.reasons.get(request_id, "its transfer failed")
-                if landed + stopped < self._ranks or not self._goes_on(incoming, complete=landed == self._ranks):
+                if (
+                    not landed + stopped
+                    or landed + stopped < self._ranks
+                    or not self._goes_on(incoming, complete=landed == self._ranks)
+                ):
                     continue
                 output.finished_recving = {*(output.finished_recving or ()), request_id}
                 self._forget.append(request_id)
@@ -260,6 +292,7 @@ class DecodeSide:
         self._settle(incoming)
 
     def _settle(self, incoming: _Incoming) -> None:
+        self.trace.mark("decode", incoming.transfer, "goes on")
         incoming.state = _State.SETTLED
         incoming.link.close_transfer(incoming)
 
@@ -382,6 +415,7 @@ class _Link:
                     incoming.state = _State.ANNOUNCED
             case First():
                 incoming.token, incoming.token_known = message.token, True
+                self._side.trace.mark("decode", incoming.transfer, "prefill is done")
                 incoming.deadline_s = time.monotonic() + self._side._settings.lease_s
             case Lost():
                 incoming.lost = incoming.lost or message.why

@@ -152,6 +152,16 @@ class Stop(_Message, frozen=True):
     transfer: str
 
 
+# --- decode's workers to their own scheduler side -----------------------------------------------------------
+
+
+class Landed(_Message, frozen=True):
+    """All KV of a request is there, at one rank."""
+
+    request_id: str
+    rank: int
+
+
 Message: TypeAlias = (
     Hello
     | Welcome
@@ -170,6 +180,7 @@ Message: TypeAlias = (
     | Took
     | Got
     | Stop
+    | Landed
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -58,7 +58,10 @@ class StepPlan(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class Report(KVConnectorWorkerMetadata):
-    """What a decode engine's workers have of the requests that receive; repeated in each step until it is forgotten."""
+    """What a decode engine's workers have of the requests that receive; repeated in each step until it is forgotten.
+
+    There is one in each step while a request receives, if only an empty one: it makes vLLM ask the scheduler side.
+    """
 
     landed: dict[str, int] = field(default_factory=dict)
     """By request id, the number of ranks where all KV is there."""

@@ -15,6 +15,7 @@ from trivet.transfer.messages import PROTOCOL, Alive, Announce, Close, First, He
 from trivet.transfer.plan import Chunk, StepPlan
 from trivet.transfer.settings import Settings
 from trivet.transfer.stats import Counts
+from trivet.transfer.trace import Trace
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -71,14 +72,20 @@ class PrefillSide:
     """See the module. Methods are for the scheduler's thread; links have threads of their own."""
 
     def __init__(
-        self, settings: Settings, engine_id: str, identity: dict[str, Any], data_paths: list[str], counts: Counts
+        self,
+        settings: Settings,
+        engine_id: str,
+        identity: dict[str, Any],
+        data_paths: list[str],
+        counts: Counts,
+        trace: Trace,
     ) -> None:
         """
         Raises:
             ValueError: it cannot listen at its address, in one line.
         """
         self._settings, self._engine_id, self._identity = settings, engine_id, identity
-        self._data_paths, self._counts = data_paths, counts
+        self._data_paths, self._counts, self._trace = data_paths, counts, trace
         self._lock = threading.RLock()
         self._outgoing: dict[str, _Outgoing] = {}
         self._by_request: dict[str, _Outgoing] = {}
@@ -237,6 +244,7 @@ class PrefillSide:
         outgoing.prompt_done = computed >= prompt
         if not outgoing.announced:
             outgoing.announced = True
+            self._trace.mark("prefill", outgoing.transfer, "first chunk scheduled")
             if outgoing.opener is not None and outgoing.problem is None:
                 outgoing.opener.connection.send(Announce(outgoing.transfer))
         return Chunk(
@@ -262,6 +270,7 @@ class PrefillSide:
                     link.connection.send(Lost(transfer, why))
                 return False, None
             outgoing.finished = True
+            self._trace.mark("prefill", transfer, "request finished")
             tokens = request.output_token_ids
             outgoing.token = int(tokens[0]) if outgoing.hands_first_token and len(tokens) else None
             outgoing.deadline_s = time.monotonic() + self._settings.lease_s

@@ -18,7 +18,7 @@ import torch
 
 from trivet.transfer.identity import host
 from trivet.transfer.link import Connection
-from trivet.transfer.messages import Cannot, Got, Offer, Piece, Stop, Took, Try, Use, Want
+from trivet.transfer.messages import Cannot, Got, Landed, Offer, Piece, Stop, Took, Try, Use, Want
 from trivet.transfer.movers import MOVERS, MoverError, Window, movers_for
 from trivet.transfer.pages import Pages, checksum
 from trivet.transfer.pieces import Arrivals, indexes
@@ -67,6 +67,8 @@ class Receiver:
         self._peers: dict[str, _Peer] = {}
         """By prefill's engine id: a prefill engine that was started again is another."""
         self._failed: set[str] = set()
+        self._notices: Connection | None = None
+        self._notifying = threading.Lock()
 
     def begin(self, plan: StepPlan) -> None:
         """Before a step is computed."""
@@ -93,7 +95,7 @@ class Receiver:
                         peer.give_up(receiving)
 
     def report(self) -> Report | None:
-        """What is settled and not read yet."""
+        """What is settled and not read yet; None while nothing is received."""
         if not self._receiving:
             return None
         report = Report()
@@ -104,7 +106,7 @@ class Receiver:
                 receiving.writing.release()  # nobody writes any more, and nobody will
                 report.stopped[request_id] = 1
                 report.reasons[request_id] = receiving.ended
-        return report if report.landed or report.stopped else None
+        return report
 
     def take_failed(self) -> set[str]:
         """Request ids that must end with an error, each once."""
@@ -127,6 +129,13 @@ class Receiver:
         return peer
 
     # --- for the peers' threads
+
+    def notify(self, request_id: str) -> None:
+        """Tells the scheduler side at once. vLLM brings the same with a step's output, which may be two steps later."""
+        with self._notifying, contextlib.suppress(OSError):
+            if self._notices is None or self._notices.closed:
+                self._notices = Connection.to(self._settings.notice_path)
+            self._notices.send(Landed(request_id, self._rank))
 
     def open(self, connection: Connection) -> tuple[str, Window]:
         """Agrees with a prefill worker on a mover.
@@ -211,7 +220,7 @@ class Receiver:
             yield
             return
         torch.cuda.set_device(device)
-        with torch.cuda.stream(torch.cuda.Stream(device)):
+        with torch.cuda.stream(torch.cuda.Stream(device, priority=-1)):  # short kernels, before the engine's long ones
             yield
 
 
@@ -317,6 +326,7 @@ class _Peer:
                         logger.error("TrivetConnector: transfer %s: %s", piece.transfer, receiving.ended)
                     elif receiving.arrivals.is_complete():
                         receiving.landed = True
+                        self._receiver.notify(receiving.receive.request_id)
             if receiving.landed or receiving.ended is not None:
                 with self._lock:
                     self._reading.pop(piece.transfer, None)

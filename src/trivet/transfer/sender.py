@@ -1,9 +1,9 @@
 """Worker side of prefill: KV leaves in pieces while the rest of the prompt is computed.
 
-The engine's main thread only records events between layers and puts notes into a queue; one thread does the rest:
-it waits for the event, gathers a piece into a free slot of the staging on a stream of its own, and tells decode. Where
-no slot is free, or decode has no blocks yet, what is ready waits in the pages where it was computed; the scheduler side
-keeps those blocks after the request has ended until all has been read.
+The engine's main thread only records events between layers and puts notes into a queue. One thread waits for the
+events; another gathers pieces into free slots of the staging, on a stream of its own, and tells decode. Where no slot
+is free, or decode has no blocks yet, what is ready waits in the pages where it was computed; the scheduler side keeps
+those blocks after the request has ended until all has been read.
 """
 
 from __future__ import annotations
@@ -104,7 +104,10 @@ class Sender:
         self._pages, self._settings, self._counts, self._trace = pages, settings, counts, trace
         self._movers = movers_for(pages.device, settings.movers)
         self._slot_bytes = max(settings.piece_bytes, pages.largest_block_bytes)
+        self._launched: queue.SimpleQueue[StepPlan | _Ready | None] = queue.SimpleQueue()
+        """What the engine's main thread says, in its order."""
         self._notes: queue.SimpleQueue[StepPlan | _Ready | _Said | None] = queue.SimpleQueue()
+        """The same once it has happened on the device, and what peers say."""
         self._sent: set[str] = set()
         self._lock = threading.Lock()
         self._chunks: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -114,6 +117,7 @@ class Sender:
         self._pools: dict[str, _Pool] = {}
         self._thread = threading.Thread(target=self._run, name="trivet-sender", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._watch, name="trivet-watcher", daemon=True).start()
         self._listener = Listener(path, self._serve, "trivet-sender-peer")
 
     # --- the engine's main thread: constant work for a step, whatever the prompt's length
@@ -124,7 +128,7 @@ class Sender:
             if (transfer := self._transfers.get(name)) is not None:
                 transfer.epoch += 1
         if plan.chunks or plan.preempted or plan.finished or plan.dropped:
-            self._notes.put(plan)
+            self._launched.put(plan)
         self._chunks, self._next_layer = (), 0
         if plan.chunks:
             tokens = self._pages.block_tokens
@@ -165,7 +169,7 @@ class Sender:
     def close(self) -> None:
         """Ends its threads and gives memory back."""
         self._listener.close()
-        self._notes.put(None)
+        self._launched.put(None)
         self._thread.join(timeout=5)
 
     def _emit(self, end: int) -> None:
@@ -173,7 +177,7 @@ class Sender:
         if self._pages.device.type == "cuda":
             event = torch.cuda.Event(blocking=True)
             event.record()
-        self._notes.put(_Ready(self._chunks, range(self._next_layer, end), event))
+        self._launched.put(_Ready(self._chunks, range(self._next_layer, end), event))
         self._next_layer = end
 
     # --- a thread for each peer
@@ -185,6 +189,19 @@ class Sender:
                 self._notes.put(_Said(peer, message))
         finally:
             self._notes.put(_Said(peer, None))
+
+    # --- a thread that waits for the device, so that slots come back and others are served meanwhile
+
+    def _watch(self) -> None:
+        if self._pages.device.type == "cuda":
+            torch.cuda.set_device(self._pages.device)
+        while True:
+            note = self._launched.get()
+            if isinstance(note, _Ready) and note.event is not None:
+                note.event.synchronize()
+            self._notes.put(note)
+            if note is None:
+                return
 
     # --- the sending thread, which alone touches what is below
 
@@ -215,7 +232,7 @@ class Sender:
             yield
             return
         torch.cuda.set_device(device)
-        with torch.cuda.stream(torch.cuda.Stream(device)):
+        with torch.cuda.stream(torch.cuda.Stream(device, priority=-1)):  # short kernels, before the engine's long ones
             yield
 
     def _apply(self, plan: StepPlan) -> None:
@@ -254,8 +271,6 @@ class Sender:
                 self._sent.add(transfer.request_id)
 
     def _computed(self, ready: _Ready) -> None:
-        if ready.event is not None:
-            ready.event.synchronize()
         now_ns = time.monotonic_ns()
         for name, blocks in ready.chunks:
             if (transfer := self._transfers.get(name)) is not None:

@@ -38,6 +38,11 @@ class Settings:
         """The path in ``address``."""
         return self.address.removeprefix(_SCHEME)
 
+    @property
+    def notice_path(self) -> str:
+        """Where a decode engine's workers tell its scheduler side what has landed."""
+        return f"{self.path}.d"
+
     @classmethod
     def of(cls, options: Mapping[str, Any], engine_id: str) -> Settings:
         """Reads ``kv_connector_extra_config``.

@@ -6,9 +6,11 @@ The format (Trace Event Format, "JSON Array Format") allows the closing bracket 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
+import time
 import zlib
 
 VARIABLE = "TRIVET_KV_TRACE"
@@ -25,9 +27,9 @@ class Trace:
         self._file: int | None = None
         self._pid = os.getpid()
         if path := os.environ.get(VARIABLE):
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            if os.fstat(self._file).st_size == 0:
-                os.write(self._file, b"[\n")
+            with contextlib.suppress(FileExistsError):  # whoever makes the file writes the bracket
+                os.write(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), b"[\n")
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
             self._write({"ph": "M", "name": "process_name", "args": {"name": engine}})
 
     def span(self, side: str, transfer: str, what: str, start_ns: int, end_ns: int) -> None:
@@ -44,9 +46,10 @@ class Trace:
                 }
             )
 
-    def mark(self, side: str, transfer: str, what: str, at_ns: int) -> None:
-        """Something that happened."""
+    def mark(self, side: str, transfer: str, what: str, at_ns: int | None = None) -> None:
+        """Something that happened, now unless a time is given."""
         if self._file is not None:
+            at_ns = at_ns or time.monotonic_ns()
             self._write(
                 {"ph": "i", "s": "p", "cat": side, "name": what, "ts": at_ns / 1e3, "args": {"transfer": transfer}}
             )
