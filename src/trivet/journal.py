@@ -35,12 +35,16 @@ class GenerationRecord:
     prefill_start_s: float | None = None
     prefill_end_s: float | None = None
     first_token_s: float | None = None
+    decode_first_s: float | None = None
+    """Decode's first piece behind a prefill leg; the answer's second token, where prefill made the first."""
     end_s: float | None = None
     cached_tokens: int | None = None
     """Prompt tokens that the engine which computed the prompt found in its own prefix cache."""
     completion_tokens: int = 0
     finish_reason: str | None = None
     error: str | None = None
+    transfer_problem: str | None = None
+    """Why prefill could not hand its KV over, in its connector's words, so that decode computed the prompt itself."""
     cached_late: Mapping[str, int | None] | None = None
     """The cache counts, if they were known only after the first token."""
     attempts: int = 0
@@ -61,11 +65,12 @@ class GenerationRecord:
             "completion_tokens": self.completion_tokens,
             "finish_reason": self.finish_reason,
             "error": self.error,
+            "transfer_problem": self.transfer_problem,
             "attempts": self.attempts,
             "resumes": self.resumes,
             "render_ms": _ms(arrived_s, self.rendered_s),
             "prefill_ms": _ms(self.prefill_start_s, self.prefill_end_s),
-            "handover_ms": _ms(self.prefill_end_s, self.first_token_s),
+            "handover_ms": _ms(self.prefill_end_s, self.decode_first_s),
             "ttft_ms": _ms(arrived_s, self.first_token_s),
             "decode_ms": _ms(self.first_token_s, self.end_s),
         }

@@ -12,6 +12,7 @@ from trivet.topology.template import TEMPLATE
 
 SPLIT = """\
 model: {name: org/model, served_names: [tiny, alias], max_length: 512}
+kv: {connector: NixlConnector}
 flags: [--block-size, "32"]
 tiers: {prefill: {env: {A: "x y"}}, decode: }
 gateway: {port: 9000, workers: 2, api_keys: [secret]}
@@ -130,6 +131,7 @@ def test_engines_of_others_are_shown_as_such(trivet, tmp_path):
     path = tmp_path / "t.yaml"
     path.write_text(
         "model: {name: org/model}\n"
+        "kv: {connector: NixlConnector}\n"
         "tiers:\n"
         "  prefill: {engines: [{url: 'http://10.0.0.7:8000', api_key: hidden}]}\n"
         "  decode: {engines: [{name: far, host: node-2, port: 8100, kv_port: 5600}]}\n"

@@ -161,3 +161,12 @@ def test_it_needs_nixl(device, extra):
     (need,) = NIXL.needs(device)
     assert (need.package, need.install) == ("nixl", f"pip install 'nixl>=1.5' (or trivet[{extra}])")
     assert device in NIXL.devices
+
+
+def test_decode_is_asked_behind_prefill_and_releases_what_nobody_takes():
+    assert (NIXL.legs_start_together, NIXL.released_at, NIXL.one_host) == (False, Side.DECODE, False)
+
+
+def test_its_options_are_not_looked_at_and_its_address_is_not_the_gateways_to_know():
+    NIXL.check_options({"whatever": 1})
+    assert NIXL.peer_address(8101) is None

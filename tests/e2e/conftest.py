@@ -45,6 +45,7 @@ flags:
   lora-target-modules: [qkv_proj, q_proj, k_proj, v_proj]   # not the head: vLLM on CPUs mistakes it in prompt_logprobs
   lora-modules: [ADAPTER_MODULES]
 env: {{PYTHONPATH: '{PYTHONPATH}'}}
+kv: {{connector: NixlConnector}}
 tiers:
   render: {{env: {{PYTHONPATH: '{PYTHONPATH}'}}}}
   prefill:
@@ -55,6 +56,7 @@ gateway: {{port: 0, drain_s: 5, continue_answers: true}}   # the scripted proces
 
 TEXT_TOPOLOGY = """\
 model: {name: MODEL_PATH, served_names: [tiny, tiny-alias], max_length: 1024}
+kv: {connector: NixlConnector}
 tiers:
   prefill: {engines: [{url: PREFILL}]}
   decode: {engines: [{url: DECODE}]}

@@ -65,7 +65,8 @@ def test_up_serves_what_it_prints_and_nothing_outlives_it(tiny_model, tmp_path, 
     topology = tmp_path / "t.yaml"
     topology.write_text(
         f"model: {{name: {tiny_model}, max_length: 512}}\n"
-        "tiers: {prefill: , decode: }\ngateway: {port: 0, api_keys: [a-key], drain_s: 2}\n"
+        "kv: {connector: NixlConnector}\ntiers: {prefill: , decode: }\n"
+        "gateway: {port: 0, api_keys: [a-key], drain_s: 2}\n"
     )
     env = {**os.environ, "TRIVET_STATE": str(tmp_path / "state"), "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "trivet.cli", "up", str(topology)]

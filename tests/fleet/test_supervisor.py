@@ -204,6 +204,7 @@ async def test_the_facts_of_an_engine(tmp_path):
             "cached_block_tokens": 16,
             "api_key": None,
             "aborts": False,
+            "kv_address": None,
         }
 
 

@@ -41,6 +41,7 @@ def record(**changes: object) -> GenerationRecord:
         "prefill_start_s": 11.25,
         "prefill_end_s": 13.25,
         "first_token_s": 13.75,
+        "decode_first_s": 13.75,
         "end_s": 14.75,
         "completion_tokens": 7,
         "finish_reason": "stop",
@@ -102,8 +103,9 @@ def test_outcomes_are_told_apart(changes, outcome):
 @pytest.mark.parametrize(
     ("changes", "missing"),
     [
-        ({"first_token_s": None}, ["trivet_time_to_first_token_seconds", "trivet_handover_seconds"]),
-        ({"first_token_s": None, "prefill_end_s": None}, ["trivet_prefill_leg_seconds", "trivet_handover_seconds"]),
+        ({"first_token_s": None}, ["trivet_time_to_first_token_seconds"]),
+        ({"decode_first_s": None}, ["trivet_handover_seconds"]),
+        ({"prefill_end_s": None}, ["trivet_prefill_leg_seconds", "trivet_handover_seconds"]),
         ({"decode_engine": None}, ["trivet_handover_seconds"]),
     ],
 )
@@ -133,7 +135,7 @@ def test_attempts_and_continuations_are_counted():
 
 def test_a_clock_that_is_off_by_a_little_gives_no_negative_times():
     metrics = GatewayMetrics()
-    metrics.ended(record(rendered_s=9.9, first_token_s=13.2), OWNER)
+    metrics.ended(record(rendered_s=9.9, decode_first_s=13.2), OWNER)
     found = samples(metrics)
     assert (found["trivet_render_seconds_sum"], found[f"trivet_handover_seconds_sum{{{PAIR}}}"]) == (0.0, 0.0)
 
@@ -141,7 +143,7 @@ def test_a_clock_that_is_off_by_a_little_gives_no_negative_times():
 @pytest.mark.parametrize(("handover_s", "bucket"), [(0.0015, "0.002"), (0.003, "0.005"), (0.04, "0.05")])
 def test_buckets_tell_milliseconds_apart(handover_s, bucket):
     metrics = GatewayMetrics()
-    metrics.ended(record(first_token_s=13.25 + handover_s), OWNER)
+    metrics.ended(record(decode_first_s=13.25 + handover_s), OWNER)
     found = samples(metrics)
     filled = [name for name in found if name.startswith("trivet_handover_seconds_bucket") and found[name]]
     assert f'le="{bucket}"' in filled[0]

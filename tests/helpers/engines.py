@@ -91,7 +91,15 @@ class FakeEngine:
         return str(self._server.make_url("")).rstrip("/")
 
     def view(self, *, ready: bool = True, api_key: str | None = None, aborts: bool = False) -> EngineView:
-        return EngineView(self.name, self.tier, self.url, ready, api_key=api_key, aborts=aborts)
+        return EngineView(
+            self.name,
+            self.tier,
+            self.url,
+            ready,
+            api_key=api_key,
+            aborts=aborts,
+            kv_address=f"unix:/run/{self.name}.sock",
+        )
 
     def legs(self) -> list[str]:
         """Which legs it was asked for, in order."""

@@ -34,7 +34,9 @@ QUICK = SimSettings(model=MODEL, block_size=16, kv_tokens=65536, max_model_len=8
 class Stack:
     """Simulated engines and what runs on them."""
 
-    def __init__(self, sims: Sequence[SimEngine], session: aiohttp.ClientSession, **settings: Any) -> None:
+    def __init__(
+        self, sims: Sequence[SimEngine], session: aiohttp.ClientSession, connector: str, **settings: Any
+    ) -> None:
         self.sims = list(sims)
         self.engines = Engines()
         self.records: list[GenerationRecord] = []
@@ -42,7 +44,7 @@ class Stack:
         self.legs = Legs(
             self.engines,
             session,
-            CONNECTORS["NixlConnector"],
+            CONNECTORS[connector],
             self._ended,
             settings.pop("patience", Patience()),
         )
@@ -118,7 +120,7 @@ async def stack(
                 chosen = dataclasses.replace(chosen, kv_transfer=False)
             sims.append(await opened.enter_async_context(SimEngine(chosen, name=name, tier=tier)))
         session = await opened.enter_async_context(open_session())
-        built = Stack(sims, session, **more)
+        built = Stack(sims, session, settings.kv_connector, **more)
         yield built
         await built.legs.close()
 

@@ -2,11 +2,9 @@
 
 import asyncio
 import contextlib
-import gc
 import json
 import random
 import re
-from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 
 import pytest
@@ -18,7 +16,6 @@ from helpers.engines import (
     HANDED_OVER,
     WAIT_S,
     Call,
-    FakeEngine,
     Reply,
     chunk,
     cutting,
@@ -37,127 +34,22 @@ from helpers.engines import (
     whole,
 )
 from helpers.processes import holds
+from helpers.service import Service, cancelled, dead, decode, mixed, owned_by, prefill, serving
 from trivet.connectors import NixlConnector
-from trivet.journal import GenerationRecord, Journal, RequestRecord, current_request, now_s
+from trivet.journal import Journal, RequestRecord, now_s
 from trivet.legs import life, release, tokens
 from trivet.legs.life import Legs
 from trivet.legs.watch import Patience
 from trivet.legs.wire import open_session
 from trivet.render.contract import ServingError, TokenChunk, TokenLogprobs
-from trivet.routing.engines import Engines, EngineView
+from trivet.routing.engines import Engines
 
 
 class SeedingConnector(NixlConnector):
-    """A connector that may hand over prefill's token, as TrivetConnector will."""
+    """A connector that may hand prefill's token over when prefill has answered."""
 
     name = "SeedingConnector"
     hands_over_first_token = True
-
-
-class Service:
-    """Legs over some engines, and what was observed of their generations."""
-
-    def __init__(self, legs: Legs, engines: Engines, records: list[GenerationRecord]) -> None:
-        self.legs = legs
-        self.engines = engines
-        self.records = records
-        self.chunks: list[TokenChunk] = []
-        """What the newest request's client has."""
-
-    async def ask(self, **changes) -> list[TokenChunk]:
-        self.chunks = []
-        async with contextlib.aclosing(self.legs.run(token_request(**changes))) as chunks:
-            async for one in chunks:
-                self.chunks.append(one)
-        return self.chunks
-
-    async def fails(self, **changes) -> ServingError:
-        with pytest.raises(ServingError) as caught:
-            await self.ask(**changes)
-        assert self.record.error == caught.value.message
-        return caught.value
-
-    async def refused(self, **changes) -> tuple[str, int]:
-        error = await self.fails(**changes)
-        return error.message, error.status
-
-    @property
-    def record(self) -> GenerationRecord:
-        """That of the only generation so far, or of the last."""
-        return self.records[-1]
-
-    def loses(self, name: str, how: str) -> None:
-        """The fleet says that an engine is out of service."""
-        change = {
-            "not ready": lambda view: [replace(view, ready=False)],
-            "gone": lambda _: [],
-            "started anew": lambda view: [replace(view, generation=view.generation + 1)],
-        }[how]
-        views = self.engines.all()
-        self.engines.update(new for view in views for new in (change(view) if view.name == name else [view]))
-
-    def outstanding(self) -> dict[str, int]:
-        """Engines with outstanding tokens."""
-        loads = {view.name: self.engines.outstanding_tokens(view.name) for view in self.engines.all()}
-        return {name: tokens for name, tokens in loads.items() if tokens}
-
-
-@contextlib.asynccontextmanager
-async def serving(
-    *engines: FakeEngine | EngineView, connector=NixlConnector(), patience=None, aborts=False
-) -> AsyncIterator[Service]:
-    """A service on these engines; all of them listen while the block runs. Nothing of it may be left behind."""
-    loop, faults = asyncio.get_running_loop(), []
-    loop.set_exception_handler(lambda _, context: faults.append(context))  # exceptions that nobody retrieved
-    async with listening(*(one for one in engines if isinstance(one, FakeEngine))), open_session() as session:
-        before = asyncio.all_tasks()
-        views = Engines()
-        views.update(one.view(aborts=aborts) if isinstance(one, FakeEngine) else one for one in engines)
-        records: list[GenerationRecord] = []
-        legs = Legs(views, session, connector, lambda record, _: records.append(record), patience)
-        service = Service(legs, views, records)
-        yield service
-        await service.legs.close()
-        assert service.outstanding() == {}
-        assert (service.legs.releases.pending, service.legs.running) == (0, 0)
-        assert not any(views._watchers.values())
-        left = [one for one in asyncio.all_tasks() - before if "trivet" in str(one.get_coro())]
-        assert left == []
-    gc.collect()
-    assert faults == []
-
-
-def prefill(*replies, name: str = "prefill-0") -> FakeEngine:
-    return FakeEngine(name, "prefill", *(replies or [whole()]))
-
-
-def decode(*replies, name: str = "decode-0") -> FakeEngine:
-    return FakeEngine(name, "decode", *(replies or [speaking(5, 6)]))
-
-
-def mixed(*replies, name: str = "mixed-0") -> FakeEngine:
-    return FakeEngine(name, "mixed", *(replies or [speaking(8, 9)]))
-
-
-def dead(name: str, tier: str, url: str) -> EngineView:
-    """An engine that is thought ready and is gone."""
-    return EngineView(name, tier, url, ready=True)
-
-
-@contextlib.contextmanager
-def owned_by(owner: RequestRecord) -> Iterator[None]:
-    """Inside, generations belong to that request."""
-    token = current_request.set(owner)
-    try:
-        yield
-    finally:
-        current_request.reset(token)
-
-
-async def cancelled(task: asyncio.Task) -> None:
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
 
 
 # the way of a split request
@@ -1102,12 +994,12 @@ async def test_cancelling_a_decode_leg_that_was_accepted_releases_nothing(monkey
     """Decode tells prefill itself."""
     accepted, original = asyncio.Event(), tokens.stream
 
-    def stream(*arguments):
+    def stream(*arguments, **more):
         def on_accepted():
             arguments[-1]()
             accepted.set()
 
-        return original(*arguments[:-1], on_accepted)
+        return original(*arguments[:-1], on_accepted, **more)
 
     monkeypatch.setattr(tokens, "stream", stream)
     p, d = prefill(), decode(streaming(b": waiting\n\n", asyncio.Event()))
@@ -1280,7 +1172,7 @@ async def test_an_answer_of_one_token_needs_no_decode_and_releases_the_kv(finish
 async def test_where_its_token_could_not_be_continued_decode_makes_the_first_one():
     p, d = prefill(whole(7)), decode()
     async with serving(p, d, connector=SeedingConnector()) as service:
-        chunks = await service.ask(sampling={"temperature": 0.0, "max_tokens": 2, "logprobs": 1})
+        chunks = await service.ask(sampling={"temperature": 0.0, "max_tokens": 2, "bad_words": ["a"]})
     assert tokens_of(chunks) == [5, 6]
     assert p.calls[0].body["sampling_params"]["min_tokens"] == 1
     assert d.calls[0].body["token_ids"] == [11, 12, 13]

@@ -260,3 +260,12 @@ def test_who_can_take_kv_and_who_has_just_failed_comes_last():
     engines.update([*views[:3], replace(views[3], ready=False), EngineView("mixed-0", "mixed", "http://x", ready=True)])
     assert [one.name for one in takers(engines, None)] == ["decode-0", "decode-1", "decode-2"]
     assert [one.name for one in takers(engines, views[0])] == ["decode-1", "decode-2", "decode-0"]
+
+
+async def test_what_is_not_held_is_not_released(releases):
+    ask = Asked()
+    releases.release(ask, HELD, None)
+    call = asyncio.create_task(asyncio.sleep(0, HELD))
+    releases.abandon(ask, PREFILL, call, None)
+    await releases.close()
+    assert (ask.released, releases.unconfirmed) == ([], 0)

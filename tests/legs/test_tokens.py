@@ -228,3 +228,8 @@ async def test_what_is_kept_is_counted_and_forgotten_when_it_is_begun_anew(sessi
     assert record.first_token_s is not None
     assert await asked() == [7]
     assert record.completion_tokens == 1
+
+
+@pytest.mark.parametrize(("obstacle", "may"), [(None, True), ("engines have --logits-processors", False)])
+def test_where_engines_may_count_an_answers_tokens_decode_makes_all_of_them(obstacle, may):
+    assert TokenAsk(token_request(), {}, None, obstacle).may_take_first_token is may

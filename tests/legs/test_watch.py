@@ -152,3 +152,51 @@ async def test_a_watch_that_is_over_hears_nothing_any_more():
     engines.update([])
     async with one:
         await asyncio.sleep(0)
+
+
+# silence that does not count yet
+
+
+async def test_silence_counts_from_when_it_is_told_to():
+    watching = Watch("decode-0", Patience(silence_s=0.05), counting=False)
+
+    async def wait() -> None:
+        async with watching:
+            await asyncio.sleep(5)
+
+    task = asyncio.create_task(wait())
+    await asyncio.sleep(0.15)
+    assert not task.done()
+    watching.count()
+    with pytest.raises(LegError, match=r"said nothing for 0\.05 s"):
+        await asyncio.wait_for(task, 2)
+
+
+async def test_it_counts_in_the_waits_behind_that_too():
+    watching = Watch("decode-0", Patience(silence_s=0.05), counting=False)
+    watching.count()  # between two waits
+    with pytest.raises(LegError, match="said nothing"):
+        async with watching:
+            await asyncio.sleep(5)
+
+
+async def test_without_patience_for_silence_there_is_nothing_to_count():
+    watching = Watch("decode-0", Patience(silence_s=None), counting=False)
+    async with watching:
+        watching.count()
+        await asyncio.sleep(0.01)
+
+
+async def test_a_deadline_counts_from_the_beginning():
+    watching = Watch("decode-0", Patience(silence_s=0.01, deadline_s=now_s() + 0.1), counting=False)
+    with pytest.raises(ServingError, match="deadline"):
+        async with watching:
+            await asyncio.sleep(5)
+
+
+async def test_an_engine_that_left_is_gone_whatever_is_counted():
+    watching = Watch("decode-0", Patience(silence_s=5), counting=False)
+    watching.leave()
+    watching.count()
+    with pytest.raises(LegError, match="out of service"):
+        await waiting(watching)

@@ -27,8 +27,18 @@ def test_a_view_is_read_from_the_fleets_json():
         "cached_block_tokens": 16,
         "api_key": "k",
         "state": "ready",
+        "kv_address": "unix:/run/a.sock",
     }
-    expected = EngineView("a", "decode", "http://a", True, generation=3, cached_block_tokens=16, api_key="k")
+    expected = EngineView(
+        "a",
+        "decode",
+        "http://a",
+        True,
+        generation=3,
+        cached_block_tokens=16,
+        api_key="k",
+        kv_address="unix:/run/a.sock",
+    )
     assert EngineView.parse(said) == expected
 
 

@@ -46,8 +46,8 @@ REFUSALS = [
     (
         "tiers:\n  mixed:\n    engines:\n      - name: a\n        gpu: 0\n",
         "trivet.yaml:5: tiers.mixed.engines.0.gpu: no such field (there are: advertise, api_key, bind, cores, "
-        "cpu_kv_gib, device, env, flags, gpu_memory_utilization, gpus, host, kv_port, name, port, "
-        "tensor_parallel, url)",
+        "cpu_kv_gib, device, env, flags, gpu_memory_utilization, gpus, host, kv_address, kv_port, "
+        "name, port, tensor_parallel, url)",
     ),
     # values that cannot be
     ("model: {}\n", "trivet.yaml:1: tiers: this is needed"),
@@ -69,8 +69,12 @@ REFUSALS = [
         "trivet.yaml:5: tiers.mixed.gpus.1: input should be greater than or equal to 0 (got -1)",
     ),
     (
+        SPLIT + "kv:\n  connector: TrivetConnector\n  options:\n    movers: [fax]\n",
+        "trivet.yaml:6: kv.options: movers is a list of shm, cuda_p2p, pinned, the preferred one first (got ['fax'])",
+    ),
+    (
         SPLIT + "kv:\n  connector: MagicConnector\n",
-        "trivet.yaml:5: kv.connector: unknown connector 'MagicConnector'; Trivet speaks NixlConnector",
+        "trivet.yaml:5: kv.connector: unknown connector 'MagicConnector'; Trivet speaks NixlConnector, TrivetConnector",
     ),
     (
         "tiers:\n  mixed:\n    flags: [--port, '1']\n",

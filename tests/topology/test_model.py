@@ -133,7 +133,11 @@ def test_one_served_name_may_be_written_without_a_list():
 @pytest.mark.parametrize(
     ("model", "fields", "expected"),
     [
-        (Kv, {"connector": "MagicConnector"}, "unknown connector 'MagicConnector'; Trivet speaks NixlConnector"),
+        (
+            Kv,
+            {"connector": "MagicConnector"},
+            "unknown connector 'MagicConnector'; Trivet speaks NixlConnector, TrivetConnector",
+        ),
         (Tier, {"gpus": [1, 1]}, "the same GPU is named twice"),
         (Tier, {"replicas": 1, "engines": []}, "give replicas or a list of engines, not both"),
         (Engine, {"url": "10.0.0.7:8000"}, "an engine's url looks like http://host:port"),
@@ -225,3 +229,7 @@ def test_defaults_have_their_reasons():
     for model in (Model, Kv, Gateway):
         unexplained = [name for name, field in model.model_fields.items() if not field.description]
         assert unexplained == []
+
+
+def test_where_nothing_is_said_kv_moves_while_prefill_computes():
+    assert Kv().connector == "TrivetConnector"

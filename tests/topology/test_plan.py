@@ -26,6 +26,9 @@ def gpu(gpus: int = 2, vllm: str | None = "0.32.0", packages: frozenset[str] = f
 
 
 def plan_of(text: str, machine: Machine, *, model: str = "org/model", at: str = "local", only: str | None = None):
+    """Of a text that names no connector, with NixlConnector: most of what is told here of ports and hosts is its."""
+    if "kv:" not in text:
+        text += "\nkv: {connector: NixlConnector}\n"
     topology = parse_topology(text, "trivet.yaml")
     return make_plan(topology, PortBook(lock=False), model=model, machine=machine, at=at, only=only)
 
@@ -694,7 +697,7 @@ def test_each_data_parallel_rank_has_a_kv_port(flag):
 @pytest.mark.parametrize(("tier", "role"), [("prefill", "kv_producer"), ("decode", "kv_consumer")])
 @pytest.mark.parametrize("machine", [cpu(), gpu()])
 def test_each_tier_has_its_end_of_the_connector(machine, tier, role):
-    plan = plan_of("kv: {options: {kv_lease_duration: 60}}\n" + SPLIT, machine)
+    plan = plan_of("kv: {connector: NixlConnector, options: {kv_lease_duration: 60}}\n" + SPLIT, machine)
     engine = plan.engine(f"{tier}-0")
     config = json.loads(value(engine, "kv-transfer-config"))
     assert plan.connector is CONNECTORS["NixlConnector"]
@@ -709,6 +712,70 @@ def test_a_mixed_engine_beside_a_pair_has_no_connector():
     assert "kv-transfer-config" not in names(engine)
     assert engine.kv_port is None
     assert not [name for name in engine.environment() if "NIXL" in name]
+
+
+TRIVET = "kv: {connector: TrivetConnector, options: {lease_s: 9}}\n"
+
+
+@pytest.mark.parametrize(("tier", "role"), [("prefill", "kv_producer"), ("decode", "kv_consumer")])
+@pytest.mark.parametrize("machine", [cpu(packages=frozenset()), gpu(packages=frozenset())])
+def test_trivets_own_connector_listens_under_an_address_that_the_gateway_knows(machine, tier, role):
+    plan = plan_of(TRIVET + SPLIT, machine)
+    engine = plan.engine(f"{tier}-0")
+    config = json.loads(value(engine, "kv-transfer-config"))
+    assert (config["kv_connector"], config["kv_role"]) == ("TrivetConnector", role)
+    assert config["kv_connector_extra_config"] == {"address": engine.kv_address, "lease_s": 9}
+    assert engine.kv_address == plan.connector.peer_address(engine.port)
+    assert engine.kv_port is None
+    assert "block-size" not in names(engine)
+    assert not [name for name in engine.environment() if "NIXL" in name]
+
+
+def test_with_nixl_no_address_is_known():
+    assert {one.kv_address for one in plan_of(SPLIT, cpu()).engines if one.tier != "mixed"} == {None}
+
+
+def test_an_address_of_the_topology_is_taken():
+    text = TRIVET + "tiers: {prefill: {engines: [{kv_address: 'unix:/run/p.sock'}]}, decode: }"
+    engine = plan_of(text, cpu()).engine("prefill-0")
+    config = json.loads(value(engine, "kv-transfer-config"))
+    assert config["kv_connector_extra_config"]["address"] == engine.kv_address == "unix:/run/p.sock"
+
+
+AWAY = "host: node-2, port: 8100"
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "problem"),
+    [
+        ("", AWAY, ":3: TrivetConnector moves KV within one host, but decode-0 is on node-2 and prefill-0 on local"),
+        (AWAY, "", ":3: TrivetConnector moves KV within one host, but decode-0 is on local and prefill-0 on node-2"),
+        (AWAY, AWAY, ":2: where TrivetConnector of prefill-0 listens is not known here"),
+        ("url: 'http://127.0.0.1:1'", "", ":2: where TrivetConnector of prefill-0 listens is not known here"),
+        ("", "url: 'http://node-2:1'", ":3: where TrivetConnector of decode-0 listens is not known here"),
+    ],
+)
+def test_trivets_own_connector_stays_within_a_host(prefill, decode, problem):
+    text = f"tiers:\n  prefill: {{engines: [{{{prefill}}}]}}\n  decode: {{engines: [{{{decode}}}]}}\n{TRIVET}"
+    assert problem in refusal(text, cpu(packages=frozenset()))
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ("url: 'http://127.0.0.1:1', kv_address: 'unix:/run/p.sock'", ""),
+        ("url: 'http://10.0.0.7:1', kv_address: 'unix:/run/p.sock'", ""),
+        ("", "url: 'http://127.0.0.1:1'"),
+        ("", "url: 'http://10.0.0.7:1', kv_address: 'unix:/run/d.sock'"),
+        (f"{AWAY}, kv_address: 'unix:/run/p.sock'", "host: node-2, port: 8101"),
+    ],
+)
+def test_engines_of_one_host_whose_address_is_known_are_a_pair(prefill, decode):
+    text = f"tiers:\n  prefill: {{engines: [{{{prefill}}}]}}\n  decode: {{engines: [{{{decode}}}]}}\n{TRIVET}"
+    engine = plan_of(text, cpu(packages=frozenset())).engine("prefill-0")
+    assert engine.kv_address == (
+        "unix:/run/p.sock" if prefill else CONNECTORS["TrivetConnector"].peer_address(engine.port)
+    )
 
 
 # the command

@@ -11,13 +11,14 @@ from trivet.topology import make_plan, parse_topology
 from trivet.topology.machine import Machine
 from trivet.topology.ports import PortBook
 
-SIMS = """\
-model: {name: sim-model}
+NIXL = "kv: {connector: NixlConnector}\n"
+SIMS = f"""\
+{NIXL}model: {{name: sim-model}}
 tiers:
-  prefill: {device: sim, replicas: 2, flags: {step-ms: 5}}
-  decode: {device: sim, env: {A: b}}
-  mixed: {device: sim, flags: {max-num-seqs: 3}}
-gateway: {plane: text}
+  prefill: {{device: sim, replicas: 2, flags: {{step-ms: 5}}}}
+  decode: {{device: sim, env: {{A: b}}}}
+  mixed: {{device: sim, flags: {{max-num-seqs: 3}}}}
+gateway: {{plane: text}}
 """
 BARE = Machine((0, 1), 0, None, None, lambda _: False)
 """Neither vLLM nor a connector's package."""
@@ -54,7 +55,7 @@ def test_they_take_no_cores_no_gpus_and_no_port_for_kv():
 
 
 def test_the_connectors_options_reach_them():
-    plan = plan_of(SIMS + "kv: {options: {kv_lease_duration: 7}}\n")
+    plan = plan_of(SIMS.replace(NIXL, "kv: {connector: NixlConnector, options: {kv_lease_duration: 7}}\n"))
     settings, _, _ = parse(plan.engine("prefill-0").command()[3:])
     assert settings.kv_lease_s == 7.0
     assert settings.block_size == 128

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from trivet.connectors.base import Connector, EngineSettings, Need, Side
 from trivet.connectors.nixl import NixlConnector
+from trivet.connectors.trivet import TrivetConnector
 
-__all__ = ["CONNECTORS", "Connector", "EngineSettings", "Need", "Side", "connector"]
+__all__ = ["CONNECTORS", "Connector", "EngineSettings", "Need", "NixlConnector", "Side", "TrivetConnector", "connector"]
 
-CONNECTORS: dict[str, Connector] = {one.name: one for one in (NixlConnector(),)}
+CONNECTORS: dict[str, Connector] = {one.name: one for one in (NixlConnector(), TrivetConnector())}
 """Every connector that Trivet speaks, by the name vLLM gives it."""
 
 

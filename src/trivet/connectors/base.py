@@ -70,6 +70,27 @@ class Connector(Protocol):
         """
         ...
 
+    @property
+    def legs_start_together(self) -> bool:
+        """Whether decode is asked at the same moment as prefill (``rendezvous``), or when prefill has answered.
+
+        Of the parameters below those of the other way are unused then.
+        """
+        ...
+
+    @property
+    def released_at(self) -> Side:
+        """Who is asked to have KV freed that nobody will take.
+
+        ``decode``: a decode engine takes it, or gives it up, and tells prefill. ``prefill``: the engine that holds it.
+        """
+        ...
+
+    @property
+    def one_host(self) -> bool:
+        """Whether both engines of a pair must run on the same host."""
+        ...
+
     def needs(self, device: str) -> Sequence[Need]:
         """What must be installed for engines on ``device``."""
         ...
@@ -78,8 +99,31 @@ class Connector(Protocol):
         """How many consecutive ports an engine with ``ranks`` data-parallel ranks listens on beside HTTP."""
         ...
 
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Looks at ``kv.options`` of a topology.
+
+        Raises:
+            ValueError: one is unknown or wrong, said in one line.
+        """
+        ...
+
+    def peer_address(self, port: int) -> str | None:
+        """Where the connector of an engine listens that is started on this machine; None if the gateway need not know.
+
+        Args:
+            port: the engine's HTTP port.
+        """
+        ...
+
     def engine_settings(
-        self, side: Side, *, device: str, host: str, port: int | None, options: Mapping[str, Any]
+        self,
+        side: Side,
+        *,
+        device: str,
+        host: str,
+        port: int | None,
+        options: Mapping[str, Any],
+        address: str | None = None,
     ) -> EngineSettings:
         """How an engine is started.
 
@@ -87,6 +131,30 @@ class Connector(Protocol):
             host: the name or address under which the other side reaches this engine.
             port: the first of ``ports()``, None if that is 0 or not known here.
             options: ``kv.options`` of the topology, passed on as ``kv_connector_extra_config``.
+            address: where it listens for its peers, as ``peer_address`` or the topology has it.
+        """
+        ...
+
+    def rendezvous(
+        self, transfer_id: str, prefill_address: str, *, first_token: bool
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """``kv_transfer_params`` of the prefill leg and of the decode leg, where both start together.
+
+        Args:
+            transfer_id: unique; under it the two meet. A decode leg that is offered to another engine keeps it.
+            prefill_address: where prefill's connector listens.
+            first_token: prefill's token is the answer's first. The engines hand it over themselves: decode is asked
+                with the same prompt and limits, and its answer begins with the second token.
+        """
+        ...
+
+    def problem_of(self, answered: Mapping[str, Any] | None) -> str | None:
+        """Why a prefill leg that met decode handed nothing over, in one line; None if it did.
+
+        Decode then computes the prompt itself.
+
+        Raises:
+            ValueError: the answer does not speak of it.
         """
         ...
 
@@ -99,7 +167,9 @@ class Connector(Protocol):
         ...
 
     def release_params(self, answered: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Parameters of a one-token decode request whose only use is that prefill frees KV nobody else will pull.
+        """Parameters of a one-token request whose only use is that prefill frees KV nobody else will pull.
+
+        It goes to the side that ``released_at`` names.
 
         None if prefill holds nothing.
         """

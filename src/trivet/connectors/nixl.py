@@ -25,6 +25,9 @@ class NixlConnector:
     devices = frozenset({"cpu", "cuda"})
     hands_over_first_token = False
     decode_serves_whole = True
+    legs_start_together = False
+    released_at = Side.DECODE
+    one_host = False
     bytes_metric = "vllm:nixl_bytes_transferred_sum"
 
     def needs(self, device: str) -> Sequence[Need]:
@@ -36,8 +39,22 @@ class NixlConnector:
         """One side channel for each data-parallel rank: vLLM listens on the port plus the rank."""
         return ranks
 
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Nothing: they are vLLM's and NIXL's to know."""
+
+    def peer_address(self, port: int) -> str | None:  # noqa: ARG002  (the protocol names it)
+        """None: prefill tells decode where it is."""
+        return None
+
     def engine_settings(
-        self, side: Side, *, device: str, host: str, port: int | None, options: Mapping[str, Any]
+        self,
+        side: Side,
+        *,
+        device: str,
+        host: str,
+        port: int | None,
+        options: Mapping[str, Any],
+        address: str | None = None,  # noqa: ARG002  (the protocol names it)
     ) -> EngineSettings:
         """``kv_role`` selects nothing in NIXL but is mandatory; the side-channel host is what prefill advertises."""
         config: dict[str, Any] = {
@@ -69,6 +86,16 @@ class NixlConnector:
             flags={"block-size": ("128", "fewer, larger descriptors a transfer: half the handover of 16-token blocks")},
             env=env,
         )
+
+    def rendezvous(
+        self, transfer_id: str, prefill_address: str, *, first_token: bool
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Unused: decode can be asked only with what prefill has answered."""
+        raise NotImplementedError
+
+    def problem_of(self, answered: Mapping[str, Any] | None) -> str | None:
+        """Unused: see ``decode_params``."""
+        raise NotImplementedError
 
     def prefill_params(self) -> dict[str, Any]:
         """Asks prefill to keep the prompt's blocks for a remote decode."""

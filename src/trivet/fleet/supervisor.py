@@ -76,6 +76,7 @@ class EngineStatus:
             "log": str(self.log) if self.plan.started_by == "trivet" else None,
             "cached_block_tokens": self.cached_block_tokens,
             "aborts": self.aborts,
+            "kv_address": self.plan.kv_address,
             "api_key": self.plan.api_key,
         }
 

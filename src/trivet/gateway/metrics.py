@@ -56,7 +56,7 @@ class GatewayMetrics:
         )
         self.handover = Histogram(
             "trivet_handover_seconds",
-            "Prefill's answer to decode's first token",
+            "Prefill's answer to decode's first token at the gateway",
             ["prefill", "decode"],
             buckets=_SECONDS,
             registry=registry,
@@ -117,9 +117,9 @@ class GatewayMetrics:
                 self.ttft.labels(served).observe(record.first_token_s - owner.arrived_s)
         if record.prefill_engine and record.prefill_start_s is not None and record.prefill_end_s is not None:
             self.prefill.labels(record.prefill_engine).observe(record.prefill_end_s - record.prefill_start_s)
-            if record.split and record.decode_engine and record.first_token_s is not None:
+            if record.split and record.decode_engine and record.decode_first_s is not None:
                 self.handover.labels(record.prefill_engine, record.decode_engine).observe(
-                    max(0.0, record.first_token_s - record.prefill_end_s)
+                    max(0.0, record.decode_first_s - record.prefill_end_s)
                 )
 
     def sample(self, engines: Engines, gauges: Gauges) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -51,6 +52,47 @@ class Computed:
     cached_tokens: int | None
 
 
+class Beside:
+    """What a decode leg knows of the prefill leg that runs beside it.
+
+    Nothing of its answer is given out before prefill has answered: not before the first token, if that is prefill's,
+    and not before it is known who computed the prompt.
+    """
+
+    def __init__(self, prompt: Any, *, first_token: bool) -> None:
+        """
+        Args:
+            prompt: what both legs are asked with, as the ask knows it; see ``Ask.prompt``.
+            first_token: prefill's token is the answer's first, decode's answer begins with the second.
+        """
+        self.prompt = prompt
+        self.first_token = first_token
+        self._computed: Computed | None = None
+        self._answered = asyncio.Event()
+        self._listeners: list[Callable[[], None]] = []
+
+    def answer(self, computed: Computed | None) -> None:
+        """Prefill has answered; ``computed`` is None where decode computes the prompt itself."""
+        self._computed = computed
+        self._answered.set()
+        for listener in self._listeners:
+            listener()
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether prefill has answered."""
+        return self._answered.is_set()
+
+    def when_answered(self, listener: Callable[[], None]) -> None:
+        """Has prefill's answer told."""
+        self._listeners.append(listener)
+
+    async def computed(self) -> Computed | None:
+        """What ``answer`` was told, as soon as it is."""
+        await self._answered.wait()
+        return self._computed
+
+
 class Ask(Protocol[Piece]):
     """One generation, as one data plane asks engines for it.
 
@@ -88,6 +130,16 @@ class Ask(Protocol[Piece]):
         ...
 
     @property
+    def wants_one_token(self) -> bool:
+        """Whether that token is the whole answer."""
+        ...
+
+    @property
+    def prompt(self) -> Any:
+        """What a leg that starts now is asked with: the client's prompt, and behind it what was given out."""
+        ...
+
+    @property
     def begun(self) -> bool:
         """Whether something of the answer was given out."""
         ...
@@ -110,11 +162,11 @@ class Ask(Protocol[Piece]):
         """The id under which the engine knows a leg, for its abort endpoint."""
         ...
 
-    async def prefill(self, leg: Leg, params: Mapping[str, Any], *, sample: bool) -> Prefilled[Piece]:
+    async def prefill(self, leg: Leg, params: Mapping[str, Any] | None, *, sample: bool) -> Prefilled[Piece]:
         """Runs a prefill leg.
 
         Args:
-            params: the connector's ``kv_transfer_params``.
+            params: the connector's ``kv_transfer_params``; None where nothing is to be handed over.
             sample: draw the first token as the client asked, because it will be used.
 
         Raises:
@@ -126,12 +178,13 @@ class Ask(Protocol[Piece]):
         self,
         leg: Leg,
         params: Mapping[str, Any] | None,
-        computed: Computed | None,
+        computed: Computed | Beside | None,
         accepted: Callable[[], None],
     ) -> AsyncGenerator[Piece, None]:
         """Runs a decode leg, or the only leg of a colocated request (``params`` None). Closing it ends the leg.
 
         Args:
+            computed: who computed the prompt, or who is computing it; None if this leg does.
             accepted: called when the engine has taken the request.
 
         Raises:
@@ -140,7 +193,7 @@ class Ask(Protocol[Piece]):
         ...
 
     async def release(self, leg: Leg, params: Mapping[str, Any], prompt: Any) -> None:
-        """Has a decode engine take KV that nobody wants, so that prefill frees it.
+        """Has an engine see to it that KV which nobody wants is freed: decode takes it, or prefill lets go of it.
 
         Args:
             prompt: as ``Prefilled`` has it.

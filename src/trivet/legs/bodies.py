@@ -10,6 +10,8 @@ Rules for the prefill leg, and why (vLLM 0.30 to 0.32):
 - everything that shapes the prompt's KV or where it is cached: ids, model or adapter, ``cache_salt``, priority;
 - ``prompt_logprobs``, as no other leg sees the prompt's hidden states.
 
+Where its token is the answer's first, it is drawn as the client asked, with ``max_tokens`` 1.
+
 The decode leg is the client's request as rendered. An answer that broke off is asked for again as ``behind`` it.
 """
 
@@ -41,28 +43,26 @@ _COUNTED_FROM_THE_FIRST_TOKEN: Mapping[str, str] = {
 ``logit_bias``, ``allowed_token_ids``, stop tokens and log-probabilities, which look at one position.
 """
 _NEUTRAL: tuple[Any, ...] = (None, 0, 0.0, False, [], {}, "")
-_MORE_THAN_A_TOKEN = ("logprobs", "logprob_token_ids", "min_tokens", "logit_bias", "allowed_token_ids")
-"""Besides the former, what keeps prefill's token from being the first: it is drawn alone, and its id is all it has."""
 
 
-def prefill_body(request: TokenRequest, params: Mapping[str, Any], *, sample: bool = False) -> dict[str, Any]:
+def prefill_body(request: TokenRequest, params: Mapping[str, Any] | None, *, sample: bool = False) -> dict[str, Any]:
     """The body of a prefill leg.
 
     Args:
-        params: the connector's ``kv_transfer_params``.
+        params: the connector's ``kv_transfer_params``; None where nothing is to be handed over.
         sample: draw the token as the client asked, because it will be used.
     """
     sampling = dict(PREFILL_SAMPLING)
     if sample:
         sampling = {**request.sampling, "max_tokens": 1}
+        if (least := sampling.get("min_tokens")) is not None:
+            sampling["min_tokens"] = min(least, 1)  # more than max_tokens would be refused
     if request.prompt_logprobs is not None:  # decode gets KV and no hidden states: only prefill can tell them
         sampling["prompt_logprobs"] = request.prompt_logprobs
-    return {
-        **_prompt(request),
-        "sampling_params": sampling,
-        "stream": False,
-        "kv_transfer_params": dict(params),
-    }
+    body = {**_prompt(request), "sampling_params": sampling, "stream": False}
+    if params is not None:
+        body["kv_transfer_params"] = dict(params)
+    return body
 
 
 def decode_body(request: TokenRequest, params: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -114,6 +114,17 @@ def release_body(request: TokenRequest, params: Mapping[str, Any]) -> dict[str, 
     return decode_body(releasing, params)
 
 
+def release_at_prefill(model: str | None, token_id: int, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of a request to the engine that holds KV, whose only use is that it lets go of it."""
+    return {
+        "token_ids": [token_id],
+        "model": model,
+        "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False},
+        "stream": False,
+        "kv_transfer_params": dict(params),
+    }
+
+
 def behind(request: TokenRequest, sent: Sequence[int]) -> TokenRequest:
     """The request for the rest of an answer of which ``sent`` is there already: the prompt, then those tokens."""
     if not sent:
@@ -138,19 +149,17 @@ def obstacle_to_continuing(request: TokenRequest) -> str | None:
 
 
 def first_token_may_be_handed_over(request: TokenRequest) -> bool:
-    """Whether prefill's token, drawn alone, is the one that one engine would have drawn and continued from.
+    """Whether prefill's token, drawn alone, is one that one engine would have drawn and continued from.
 
-    False where the answer so far is an input to sampling (penalties, grammar, seeds, minimum length, custom
-    processors) or where more than a token must be carried (log-probabilities).
+    False where the answer so far is an input to sampling (penalties, grammar, seeds, custom processors), or where its
+    first chunk has more to tell than prefill's answer does. What looks at one position is drawn by prefill as by any
+    other engine: temperature, bias, allowed and stop tokens, minimum length, log-probabilities.
     """
-    sampling = request.sampling
-    if obstacle_to_continuing(request) is not None or request.prompt_logprobs is not None:
-        return False
-    if any(sampling.get(name) not in _NEUTRAL for name in _MORE_THAN_A_TOKEN) or sampling.get("logprobs") is not None:
-        return False
-    if sampling.get("repetition_penalty", 1.0) not in (1.0, *_NEUTRAL) or sampling.get("seed") is not None:
-        return False
-    return bool(sampling.get("temperature", 1.0) == 0.0)
+    return (
+        obstacle_to_continuing(request) is None
+        and request.prompt_logprobs is None
+        and request.sampling.get("seed") is None
+    )
 
 
 def _prompt(request: TokenRequest) -> dict[str, Any]:

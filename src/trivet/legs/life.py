@@ -2,7 +2,8 @@
 
 Everything a generation holds is held by the task that runs it: cancelling that task closes whichever leg is open,
 which makes the engine abort it, and KV that a finished prefill leg keeps for a decode leg that will not come is
-released. The rules of what is tried again:
+released. With a connector whose legs start together, a task of its own begins the decode leg, which waits in its engine
+while prefill computes; what ends one of the two ends the other. The rules of what is tried again:
 
 - what an engine refused before it began (no connection, 429, 503) goes to the next engine; a prefill leg that is done
   is not done again for that: its KV is offered to another decode engine;
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -26,9 +28,10 @@ from typing import Any, Generic
 
 import aiohttp
 
-from trivet.connectors import Connector
+from trivet.connectors import Connector, Side
 from trivet.journal import GenerationRecord, RequestRecord, current_request, now_s
-from trivet.legs.ask import Ask, Computed, Leg, Piece, Prefilled
+from trivet.legs.ahead import Ahead
+from trivet.legs.ask import Ask, Beside, Computed, Leg, Piece, Prefilled
 from trivet.legs.release import Releases, takers
 from trivet.legs.tokens import TokenAsk
 from trivet.legs.watch import Patience, watch
@@ -92,6 +95,17 @@ class _Run(Generic[Piece]):
         )
 
 
+@dataclass(slots=True)
+class _Held:
+    """KV of one prompt, from when a prefill leg is asked to keep it for decode."""
+
+    prefill: EngineView
+    decode: EngineView
+    """Whom it is offered to."""
+    untaken: bool = True
+    """Nobody but us would tell prefill that it is of no use any more."""
+
+
 class Legs:
     """Runs generations on the fleet's engines."""
 
@@ -119,6 +133,8 @@ class Legs:
         self._connector = connector
         self._observe = observe
         self._patience = patience or Patience()
+        self._problems: set[tuple[str, int, str, int]] = set()
+        """Pairs of engines, as they were started, whose trouble with each other was logged."""
         self.releases = Releases(engines, connector)
         self.running = 0
         """Generations under way."""
@@ -199,9 +215,8 @@ class Legs:
             if route is None:
                 break
             self._begin(run, route)
-            attempt = self._split(run, route.prefill, route.decode) if route.prefill else self._colocated(run, route)
             try:
-                async with aclosing(attempt) as pieces:
+                async with aclosing(self._attempt(run, route)) as pieces:
                     async for piece in pieces:
                         yield piece
                 return
@@ -246,7 +261,8 @@ class Legs:
         record.decode_engine = route.decode.name
         record.prefill_engine = route.prefill.name if route.prefill else None
         if not run.ask.begun:
-            record.prefill_start_s = record.prefill_end_s = record.cached_tokens = None  # of an attempt that failed
+            # of an attempt that failed
+            record.prefill_start_s = record.prefill_end_s = record.decode_first_s = record.cached_tokens = None
 
     def _learn(self, run: _Run[Any], route: Route, fault: LegError) -> None:
         """Decides what a fault means for the next attempt.
@@ -281,80 +297,159 @@ class Legs:
                 return
         run.avoid.add(fault.engine)
 
-    async def _colocated(self, run: _Run[Piece], route: Route) -> AsyncGenerator[Piece, None]:
-        with self._engines.charge(route.decode, run.ask.tokens):
-            async with aclosing(self._decode(run, route.decode, None, None)) as pieces:
-                async for piece in pieces:
-                    yield piece
-
-    async def _split(self, run: _Run[Piece], prefill: EngineView, decode: EngineView) -> AsyncGenerator[Piece, None]:
+    def _attempt(self, run: _Run[Piece], route: Route) -> AsyncGenerator[Piece, None]:
+        if route.prefill is None:
+            return self._decode(run, route.decode, None, None)
         assert self._connector is not None
-        record, start_s = run.record, now_s()
-        prefilled = await self._prefill(run, prefill)
-        if record.first_token_s is None:
-            record.prefill_start_s, record.prefill_end_s = start_s, now_s()
-            record.cached_tokens = prefilled.cached_tokens
+        held = _Held(route.prefill, route.decode)
+        return self._together(run, held) if self._connector.legs_start_together else self._split(run, held)
+
+    async def _split(self, run: _Run[Piece], held: _Held) -> AsyncGenerator[Piece, None]:
+        """Decode is asked with what prefill has answered."""
+        assert self._connector is not None
+        record, start_s, prefill = run.record, now_s(), held.prefill
+        sample = self._connector.hands_over_first_token and run.ask.may_take_first_token
+        prefilled = await self._prefill(run, held, self._connector.prefill_params(), sample=sample)
+        self._stamp(record, start_s, prefilled)
         with reading(prefill.name):
             params = self._connector.decode_params(prefilled.kv_transfer_params)
-        held: Prefilled[Piece] | None = prefilled  # what prefill keeps until decode has taken it
         computed: Computed | None = Computed(prefill, prefilled.cached_tokens)
-
-        def accepted() -> None:
-            nonlocal held
-            held = None  # from here on decode tells prefill, also when it is aborted
-
         try:
             if params is None:
                 if not self._connector.decode_serves_whole:
                     raise LegError(prefill.name, "handed nothing over", status=502)
-                held = computed = None
-                record.split, record.cached_tokens = False, None
-                record.reason = f"{prefill.name} handed nothing over"
+                computed = None
+                self._not_handed_over(run, prefill, None)
             elif prefilled.first is not None:
                 yield prefilled.first
                 if prefilled.finished:
                     return
-            while True:
-                taken = False
-                try:
-                    with self._engines.charge(decode, run.ask.tokens):
-                        decoding = self._decode(run, decode, params, computed, accepted)
-                        async with aclosing(decoding) as pieces:
-                            async for piece in pieces:
-                                taken = True
-                                yield piece
-                    return
-                except LegError as fault:
-                    if not taken and params is not None:
-                        held = prefilled  # it may have ended before it took the KV
-                    if taken or fault.executed:
-                        raise
-                    other = choose(self._engines, colocate=None, avoid=frozenset({*run.avoid, fault.engine}))
-                    if other is None or other.prefill is None:
-                        raise
-                    run.faults.append(fault)
-                    run.avoid.add(fault.engine)
-                    decode = other.decode  # what was prefilled is not prefilled again
-                    self._engines.take_turn(decode)
-                    run.asked[decode.name] = decode
-                    record.decode_engine = decode.name
+            async with aclosing(self._offered(run, held, params, computed)) as pieces:
+                async for piece in pieces:
+                    yield piece
         finally:
-            if held is not None:
-                self.releases.release(run.ask, held, self._release_legs(run, decode))
+            if held.untaken and params is not None:
+                self.releases.release(run.ask, prefilled, self._release_legs(run, held))
 
-    async def _prefill(self, run: _Run[Piece], engine: EngineView) -> Prefilled[Piece]:
+    async def _together(self, run: _Run[Piece], held: _Held) -> AsyncGenerator[Piece, None]:
+        """Both legs at once. Decode waits in its engine, and takes the KV while prefill computes it."""
         assert self._connector is not None
-        ask, leg = run.ask, self._leg(run, engine, "prefill")
+        ask, prefill, start_s = run.ask, held.prefill, now_s()
         sample = self._connector.hands_over_first_token and ask.may_take_first_token
+        if prefill.kv_address is None:
+            raise LegError(prefill.name, "it is not known where its connector listens", executed=False)
+        if sample and ask.wants_one_token:
+            async for piece in self._one_token(run, held):
+                yield piece
+            return
+        to_prefill, to_decode = self._connector.rendezvous(uuid.uuid4().hex, prefill.kv_address, first_token=sample)
+        beside = Beside(ask.prompt, first_token=sample)
+        prefilling = asyncio.create_task(self._prefill(run, held, to_prefill, sample=sample))
+        decoding = Ahead(self._offered(run, held, to_decode, beside))
+        try:
+            await asyncio.wait([prefilling, decoding.beginning], return_when=asyncio.FIRST_COMPLETED)
+            if not prefilling.done():
+                decoding.beginning.result()  # its fault
+            prefilled = await prefilling
+            self._stamp(run.record, start_s, prefilled)
+            if prefilled.first is not None and prefilled.finished:
+                yield prefilled.first
+                return
+            with reading(prefill.name):
+                problem = self._connector.problem_of(prefilled.kv_transfer_params)
+            if problem is not None:
+                self._not_handed_over(run, prefill, problem)
+            beside.answer(None if problem is not None else Computed(prefill, prefilled.cached_tokens))
+            if prefilled.first is not None:
+                yield prefilled.first
+            async with aclosing(decoding.read()) as pieces:
+                async for piece in pieces:
+                    yield piece
+        finally:
+            try:
+                await decoding.aclose()
+            finally:
+                prefilling.cancel()
+                await asyncio.wait([prefilling])
+                if not prefilling.cancelled() and prefilling.exception() is None and held.untaken:
+                    self.releases.release(ask, prefilling.result(), self._release_legs(run, held))
+
+    async def _one_token(self, run: _Run[Piece], held: _Held) -> AsyncGenerator[Piece, None]:
+        """An answer that prefill's token is the whole of: there is nothing to hand over."""
+        record, start_s = run.record, now_s()
+        prefilled = await self._prefill(run, held, None, sample=True)
+        self._stamp(record, start_s, prefilled)
+        record.split, record.decode_engine, record.reason = False, None, "one token, which prefill makes"
+        assert prefilled.first is not None
+        yield prefilled.first
+
+    async def _offered(
+        self, run: _Run[Piece], held: _Held, params: Mapping[str, Any] | None, computed: Computed | Beside | None
+    ) -> AsyncGenerator[Piece, None]:
+        """The decode leg of a split request. What an engine refuses before it began is offered to the next."""
+
+        assert self._connector is not None
+        # Where decode is handed KV that is there, it tells prefill once it has accepted, also when it is aborted. One
+        # that gives up while prefill computes leaves room for another: only we know that there will be none.
+        tells = self._connector.released_at is Side.DECODE
+
+        def accepted() -> None:
+            held.untaken = not tells
+
+        while True:
+            taken = False
+            try:
+                async with aclosing(self._decode(run, held.decode, params, computed, accepted)) as pieces:
+                    async for piece in pieces:
+                        taken, held.untaken = True, False
+                        run.record.decode_first_s = run.record.decode_first_s or now_s()
+                        yield piece
+                return
+            except LegError as fault:
+                if not taken:
+                    held.untaken = True  # it may have ended before it took the KV
+                if taken or fault.executed:
+                    raise
+                other = choose(self._engines, colocate=None, avoid=frozenset({*run.avoid, fault.engine}))
+                if other is None or other.prefill is None:
+                    raise
+                run.faults.append(fault)
+                run.avoid.add(fault.engine)
+                held.decode = other.decode  # what is prefilled is not prefilled again
+                self._engines.take_turn(held.decode)
+                run.asked[held.decode.name] = held.decode
+                run.record.decode_engine = held.decode.name
+
+    def _stamp(self, record: GenerationRecord, start_s: float, prefilled: Prefilled[Any]) -> None:
+        if record.first_token_s is None:
+            record.prefill_start_s, record.prefill_end_s = start_s, now_s()
+            record.cached_tokens = prefilled.cached_tokens
+
+    def _not_handed_over(self, run: _Run[Any], prefill: EngineView, problem: str | None) -> None:
+        """Decode computes the prompt itself, which is slower and no fault."""
+        record = run.record
+        record.split, record.cached_tokens, record.transfer_problem = False, None, problem
+        record.reason = f"{prefill.name} handed nothing over{f': {problem}' if problem else ''}"
+        decode = run.asked[record.decode_engine or ""]
+        pair = (prefill.name, prefill.generation, decode.name, decode.generation)
+        if problem is not None and pair not in self._problems:
+            self._problems.add(pair)
+            logger.warning("%s handed nothing over to %s: %s", prefill.name, decode.name, problem)
+
+    async def _prefill(
+        self, run: _Run[Piece], held: _Held, params: Mapping[str, Any] | None, *, sample: bool
+    ) -> Prefilled[Piece]:
+        ask, engine = run.ask, held.prefill
+        leg = self._leg(run, engine, "prefill")
         # a task of its own: an answer that is on its way when the client leaves says what must be released
-        call = asyncio.create_task(ask.prefill(leg, self._connector.prefill_params(), sample=sample))
+        call = asyncio.create_task(ask.prefill(leg, params, sample=sample))
         try:
             with self._engines.charge(engine, ask.prompt_tokens), watch(self._engines, engine, run.patience) as patient:
                 async with patient:
                     return await asyncio.shield(call)
         except BaseException:
             if not call.done() or (not call.cancelled() and call.exception() is None):
-                self.releases.abandon(ask, leg, call, self._release_legs(run, None))
+                self.releases.abandon(ask, leg, call, self._release_legs(run, held) if held.untaken else None)
             raise
 
     async def _decode(
@@ -362,15 +457,21 @@ class Legs:
         run: _Run[Piece],
         engine: EngineView,
         params: Mapping[str, Any] | None,
-        computed: Computed | None,
+        computed: Computed | Beside | None,
         accepted: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[Piece, None]:
         leg = self._leg(run, engine, "decode")
         patience = replace(run.patience, silence_s=None) if run.ask.is_told_at_once(params) else run.patience
+        waits = isinstance(computed, Beside) and not computed.is_answered
         ended = False
         try:
             async with aclosing(run.ask.decode(leg, params, computed, accepted)) as pieces:
-                with watch(self._engines, engine, patience) as patient:
+                with (
+                    self._engines.charge(engine, run.ask.tokens),
+                    watch(self._engines, engine, patience, counting=not waits) as patient,
+                ):
+                    if isinstance(computed, Beside):
+                        computed.when_answered(patient.count)
                     while True:
                         async with patient:
                             piece = await anext(pieces, None)
@@ -394,5 +495,9 @@ class Legs:
             headers["Authorization"] = f"Bearer {engine.api_key}"
         return Leg(role, engine, request_id, self.session, headers)
 
-    def _release_legs(self, run: _Run[Any], last_resort: EngineView | None) -> list[Leg]:
-        return [self._leg(run, engine, "release") for engine in takers(self._engines, last_resort)]
+    def _release_legs(self, run: _Run[Any], held: _Held) -> list[Leg] | None:
+        """Release legs, the likeliest to work first; None if prefill is gone, and with it what it held."""
+        assert self._connector is not None
+        if self._connector.released_at is Side.PREFILL:
+            return None if self._engines.has_left(held.prefill) else [self._leg(run, held.prefill, "release")]
+        return [self._leg(run, engine, "release") for engine in takers(self._engines, held.decode)]

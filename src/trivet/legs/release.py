@@ -49,18 +49,24 @@ class Releases:
         if leg.engine.aborts:
             self._start(abort(leg.session, leg.engine, ask.engine_id(leg)))
 
-    def abandon(self, ask: Ask[Any], leg: Leg, call: asyncio.Task[Prefilled[Any]], spare: Sequence[Leg]) -> None:
-        """Ends a prefill leg that nobody waits for any more; KV that it has handed over by then is released."""
+    def abandon(self, ask: Ask[Any], leg: Leg, call: asyncio.Task[Prefilled[Any]], spare: Sequence[Leg] | None) -> None:
+        """Ends a prefill leg that nobody waits for any more; KV that it has handed over by then is released.
+
+        Args:
+            spare: release legs, as in ``release``; None if nothing is held, or decode tells prefill itself.
+        """
         self._start(self._abandon(ask, leg, call, spare))
 
-    def release(self, ask: Ask[Any], prefilled: Prefilled[Any], legs: Sequence[Leg]) -> None:
+    def release(self, ask: Ask[Any], prefilled: Prefilled[Any], legs: Sequence[Leg] | None) -> None:
         """Lets prefill free KV that nobody will pull.
 
         Args:
             prefilled: what prefill answered.
-            legs: release legs, one of which is enough; the likeliest to work first.
+            legs: release legs, one of which is enough; the likeliest to work first. None if nothing is held.
         """
         params = None
+        if legs is None:
+            return
         if self._connector is not None and prefilled.kv_transfer_params:
             with contextlib.suppress(LegError), reading(ask.request_id):
                 params = self._connector.release_params(prefilled.kv_transfer_params)
@@ -85,7 +91,9 @@ class Releases:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _abandon(self, ask: Ask[Any], leg: Leg, call: asyncio.Task[Prefilled[Any]], spare: Sequence[Leg]) -> None:
+    async def _abandon(
+        self, ask: Ask[Any], leg: Leg, call: asyncio.Task[Prefilled[Any]], spare: Sequence[Leg] | None
+    ) -> None:
         try:
             ended, _ = await asyncio.wait([call], timeout=_GRACE_S)
             if not ended and leg.engine.aborts:

@@ -19,7 +19,8 @@ import aiohttp
 import orjson
 
 from trivet.journal import GenerationRecord, now_s
-from trivet.legs.ask import Computed, Leg, Prefilled
+from trivet.legs.ask import Beside, Computed, Leg, Prefilled
+from trivet.legs.bodies import release_at_prefill
 from trivet.legs.wire import (
     GENERATE,
     LegError,
@@ -34,7 +35,7 @@ from trivet.legs.wire import (
 from trivet.surface.sse import EventSplitter, data_of, event_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-_ID_PREFIX: Mapping[str, str] = {CHAT: "chatcmpl-{}", COMPLETIONS: "cmpl-{}-0"}
+_ID_PREFIX: Mapping[str, str] = {CHAT: "chatcmpl-{}", COMPLETIONS: "cmpl-{}-0", GENERATE: "generate-tokens-{}"}
 """How vLLM makes an engine's id of ``X-Request-Id``."""
 
 _END_WITH_A_MARK = (CHAT, COMPLETIONS, GENERATE)
@@ -120,10 +121,11 @@ def why_unsplittable(path: str, body: object) -> str | None:
     return None
 
 
-def prefill_text_body(body: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+def prefill_text_body(body: Mapping[str, Any], params: Mapping[str, Any] | None) -> dict[str, Any]:
     """The body of a prefill leg: the prompt as it is, and one token after it."""
     rewritten = {name: value for name, value in body.items() if name not in _ONLY_THE_ANSWER}
-    rewritten |= {"stream": False, "n": 1, "max_tokens": 1, "min_tokens": 1, "kv_transfer_params": dict(params)}
+    rewritten |= {"stream": False, "n": 1, "max_tokens": 1, "min_tokens": 1}
+    rewritten["kv_transfer_params"] = None if params is None else dict(params)
     if "max_completion_tokens" in body:  # wins over max_tokens
         rewritten["max_completion_tokens"] = 1
     return rewritten
@@ -153,7 +155,8 @@ class TextAsk:
         self.request_id = uuid.uuid4().hex
         self.headers = headers
         self.unsplittable = why_unsplittable(path, body) or unsplittable
-        self.may_take_first_token = False
+        self.may_take_first_token = self.wants_one_token = False
+        self.prompt = None
         self.begun = False
         # A rewritten body is refused for what it is: only an engine that has the client's own says what is wrong.
         self.prefill_speaks_for_decode = False
@@ -182,12 +185,13 @@ class TextAsk:
 
     def engine_id(self, leg: Leg) -> str:
         """See ``Ask``."""
-        return _ID_PREFIX.get(self._path, "{}").format(leg.request_id)
+        path = GENERATE if _releases_at_prefill(leg) else self._path
+        return _ID_PREFIX.get(path, "{}").format(leg.request_id)
 
     async def prefill(
         self,
         leg: Leg,
-        params: Mapping[str, Any],
+        params: Mapping[str, Any] | None,
         *,
         sample: bool,  # noqa: ARG002  (there is nothing to sample for)
     ) -> Prefilled[TextPiece]:
@@ -198,7 +202,11 @@ class TextAsk:
             return Prefilled(transfer_params_of(answer), cached_tokens_of(answer))
 
     async def decode(
-        self, leg: Leg, params: Mapping[str, Any] | None, computed: Computed | None, accepted: Callable[[], None]
+        self,
+        leg: Leg,
+        params: Mapping[str, Any] | None,
+        computed: Computed | Beside | None,
+        accepted: Callable[[], None],
     ) -> AsyncGenerator[TextPiece, None]:
         """See ``Ask``."""
         raw = self._raw if params is None else with_field(self._raw, "kv_transfer_params", params)
@@ -220,14 +228,16 @@ class TextAsk:
                 taken.cancel()
 
     async def _pieces(
-        self, engine: str, answer: aiohttp.ClientResponse, computed: Computed | None
+        self, engine: str, answer: aiohttp.ClientResponse, computed: Computed | Beside | None
     ) -> AsyncGenerator[TextPiece, None]:
         head: Mapping[str, str] | None = _head(answer.headers)
         if not answer.content_type.startswith("text/event-stream"):
-            yield _whole(engine, await answer.read(), head, computed)
+            content = await answer.read()
+            yield _whole(engine, content, head, await _settled(computed))
             return
         splitter, done = EventSplitter(), self._path not in _END_WITH_A_MARK
         async for piece in answer.content.iter_any():
+            computed = await _settled(computed)
             for event in splitter.feed(piece):
                 done = done or event.startswith(b"data: [DONE]")
                 yield _event(engine, event, head, computed)
@@ -237,6 +247,10 @@ class TextAsk:
 
     async def release(self, leg: Leg, params: Mapping[str, Any], prompt: Any) -> None:  # noqa: ARG002  (the same)
         """See ``Ask``."""
+        if _releases_at_prefill(leg):
+            body = release_at_prefill(self._body.get("model"), 0, params)
+            await generate(leg.session, leg.engine.name, leg.engine.url, body, leg.headers)
+            return
         # A salt of its own: should prefill have freed the blocks already, decode must not cache what it reads there.
         body = {**prefill_text_body(self._body, params), "cache_salt": f"release-{uuid.uuid4().hex}"}
         await generate(leg.session, leg.engine.name, leg.engine.url, body, leg.headers, self._path)
@@ -254,6 +268,16 @@ class TextAsk:
         if piece.finish_reason is not None:
             record.finish_reason = piece.finish_reason
             record.end_s = now_s()
+
+
+async def _settled(computed: Computed | Beside | None) -> Computed | None:
+    """Who computed the prompt, as soon as that is known."""
+    return await computed.computed() if isinstance(computed, Beside) else computed
+
+
+def _releases_at_prefill(leg: Leg) -> bool:
+    """Such a leg needs no prompt of the client's, and so not the endpoint that would render it."""
+    return leg.role == "release" and leg.engine.tier == "prefill"
 
 
 _OF_THE_CONNECTION = frozenset({"connection", "content-length", "date", "keep-alive", "server", "transfer-encoding"})

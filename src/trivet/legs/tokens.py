@@ -9,13 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from trivet.journal import GenerationRecord, now_s
-from trivet.legs.ask import Computed, Leg, Prefilled
+from trivet.legs.ask import Beside, Computed, Leg, Prefilled
 from trivet.legs.bodies import (
     behind,
     decode_body,
     first_token_may_be_handed_over,
     obstacle_to_continuing,
     prefill_body,
+    release_at_prefill,
     release_body,
     whole_body,
 )
@@ -27,6 +28,7 @@ from trivet.legs.wire import (
     reading,
     stream,
     transfer_params_of,
+    with_stop_reason,
 )
 from trivet.render.contract import TokenChunk, TokenLogprobs, TokenRequest
 from trivet.routing.engines import EngineView
@@ -88,7 +90,17 @@ class TokenAsk:
     @property
     def may_take_first_token(self) -> bool:
         """See ``Ask``."""
-        return not self._sent and first_token_may_be_handed_over(self._request)
+        return not self._sent and self._obstacle is None and first_token_may_be_handed_over(self._request)
+
+    @property
+    def wants_one_token(self) -> bool:
+        """See ``Ask``."""
+        return self._request.sampling.get("max_tokens") == 1
+
+    @property
+    def prompt(self) -> TokenRequest:
+        """See ``Ask``."""
+        return behind(self._request, self._sent)
 
     @property
     def begun(self) -> bool:
@@ -113,9 +125,9 @@ class TokenAsk:
         """See ``Ask``; ``ServingTokens.serve_tokens`` in vLLM."""
         return f"generate-tokens-{leg.request_id}"
 
-    async def prefill(self, leg: Leg, params: Mapping[str, Any], *, sample: bool) -> Prefilled[TokenChunk]:
+    async def prefill(self, leg: Leg, params: Mapping[str, Any] | None, *, sample: bool) -> Prefilled[TokenChunk]:
         """See ``Ask``."""
-        request = behind(self._request, self._sent)
+        request = self.prompt
         body = prefill_body(request, params, sample=sample)
         answer = await generate(leg.session, leg.engine.name, leg.engine.url, body, leg.headers)
         first, finished = None, False
@@ -123,32 +135,40 @@ class TokenAsk:
             self._read_prompt_logprobs(request, answer)
             cached_tokens = cached_tokens_of(answer)
             params_of_answer = transfer_params_of(answer)
-            chunk = _whole_chunk(answer) if sample else None
+            chunk = with_stop_reason(_whole_chunk(answer), body) if sample else None
         if chunk is not None:
             finished = chunk.finish_reason == "stop" or request.sampling.get("max_tokens") == 1
             first = self._with_cache_counts(chunk, leg.engine, cached_tokens)
             if not finished:
-                first = replace(first, finish_reason=None)
+                first = replace(first, finish_reason=None, stop_reason=None)
         return Prefilled(params_of_answer, cached_tokens, first, finished, request)
 
     async def decode(
-        self, leg: Leg, params: Mapping[str, Any] | None, computed: Computed | None, accepted: Callable[[], None]
+        self,
+        leg: Leg,
+        params: Mapping[str, Any] | None,
+        computed: Computed | Beside | None,
+        accepted: Callable[[], None],
     ) -> AsyncGenerator[TokenChunk, None]:
         """See ``Ask``."""
-        request = behind(self._request, self._sent)
+        beside = computed if isinstance(computed, Beside) else None
+        request = beside.prompt if beside is not None else self.prompt
+        made = int(beside is not None and beside.first_token)
         if request.sampling.get("max_tokens") == 0 and self._sent:
             yield TokenChunk((), finish_reason="length")  # all tokens were there, only their end was not
             return
         chunks = (
             self._whole(leg, request, accepted)
             if self._wants_whole(params)
-            else self._stream(leg, request, params, accepted)
+            else self._stream(leg, request, params, accepted, made)
         )
-        fresh = not self._sent
+        fresh = not (self._sent or made)
         kept: list[TokenChunk] = []
         self._kept_tokens = 0
         async with aclosing(chunks):
             async for chunk in chunks:
+                if isinstance(computed, Beside):
+                    computed = await computed.computed()
                 if not fresh:  # what was cached has been told already, and not by this engine
                     chunk = replace(chunk, cached_tokens=None)
                 elif computed is not None:
@@ -170,6 +190,10 @@ class TokenAsk:
 
     async def release(self, leg: Leg, params: Mapping[str, Any], prompt: TokenRequest) -> None:
         """See ``Ask``."""
+        if leg.engine.tier == "prefill":
+            body = release_at_prefill(prompt.model, prompt.token_ids[0], params)
+            await generate(leg.session, leg.engine.name, leg.engine.url, body, leg.headers)
+            return
         body = release_body(prompt, params)
         async with aclosing(stream(leg.session, leg.engine.name, leg.engine.url, body, leg.headers)) as chunks:
             async for _ in chunks:
@@ -210,10 +234,10 @@ class TokenAsk:
             self._prompt_logprobs = read_prompt_logprobs(request.token_ids, answer["prompt_logprobs"])
 
     def _stream(
-        self, leg: Leg, request: TokenRequest, params: Mapping[str, Any] | None, accepted: Callable[[], None]
+        self, leg: Leg, request: TokenRequest, params: Mapping[str, Any] | None, accepted: Callable[[], None], made: int
     ) -> AsyncGenerator[TokenChunk, None]:
         body = decode_body(request, params)
-        return stream(leg.session, leg.engine.name, leg.engine.url, body, leg.headers, accepted)
+        return stream(leg.session, leg.engine.name, leg.engine.url, body, leg.headers, accepted, made=made)
 
     def _with_cache_counts(self, chunk: TokenChunk, engine: EngineView, cached_tokens: int | None) -> TokenChunk:
         """The chunk with the cache counts of the engine that computed the prompt; without any if that is unknown."""

@@ -33,9 +33,14 @@ class Watch:
         ServingError: the deadline has passed (504).
     """
 
-    def __init__(self, engine: str, patience: Patience) -> None:
+    def __init__(self, engine: str, patience: Patience, *, counting: bool = True) -> None:
+        """
+        Args:
+            counting: silence counts from the beginning, not only from ``count``.
+        """
         self._engine = engine
         self._patience = patience
+        self._counting = counting
         self._left = False
         self._deadline_is_nearer = False
         self._limit: asyncio.Timeout | None = None
@@ -46,15 +51,26 @@ class Watch:
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(0)
 
+    def count(self) -> None:
+        """From now on silence counts: what the engine had to wait for is there."""
+        self._counting = True
+        if self._limit is not None and not self._left and not self._limit.expired():
+            seconds = self._seconds()
+            self._limit.reschedule(None if seconds is None else asyncio.get_running_loop().time() + seconds)
+
     async def __aenter__(self) -> Watch:
-        seconds = self._patience.silence_s
+        self._limit = asyncio.timeout(0 if self._left else self._seconds())
+        await self._limit.__aenter__()
+        return self
+
+    def _seconds(self) -> float | None:
+        """How long the wait that begins now may take."""
+        seconds = self._patience.silence_s if self._counting else None
         if (deadline_s := self._patience.deadline_s) is not None:
             remaining = max(0.0, deadline_s - now_s())
             self._deadline_is_nearer = seconds is None or remaining <= seconds
             seconds = remaining if self._deadline_is_nearer else seconds
-        self._limit = asyncio.timeout(0 if self._left else seconds)
-        await self._limit.__aenter__()
-        return self
+        return seconds
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -75,8 +91,8 @@ class Watch:
 
 
 @contextlib.contextmanager
-def watch(engines: Engines, engine: EngineView, patience: Patience) -> Iterator[Watch]:
+def watch(engines: Engines, engine: EngineView, patience: Patience, *, counting: bool = True) -> Iterator[Watch]:
     """A watch over one leg, told when the fleet takes its engine out of service."""
-    one = Watch(engine.name, patience)
+    one = Watch(engine.name, patience, counting=counting)
     with engines.watching(engine, one.leave):
         yield one

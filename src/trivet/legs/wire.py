@@ -124,11 +124,13 @@ async def stream(
     body: Mapping[str, Any],
     headers: Mapping[str, str],
     accepted: Callable[[], None] = lambda: None,
+    made: int = 0,
 ) -> AsyncGenerator[TokenChunk, None]:
     """Runs a streamed leg, giving its tokens as they arrive. Closing the iterator ends the leg at the engine.
 
     Args:
         accepted: called when the engine has taken the request, before its first token.
+        made: tokens of the answer that another engine makes, and that count towards its limit.
 
     Raises:
         LegError: no answer, one that is not 200, an error event, or an end without a finish reason.
@@ -147,7 +149,7 @@ async def stream(
                     if (data := data_of(event)) is None:
                         continue
                     if done := done or data == b"[DONE]":
-                        last = last or _finish_unsaid(body, tokens)
+                        last = last or _finish_unsaid(body, tokens, made)
                         continue  # read on to the end, or the connection could not be used again
                     chunks, told = _read_event(engine, data)
                     cached_tokens = told if told is not None else cached_tokens
@@ -156,7 +158,7 @@ async def stream(
                         if chunk.finish_reason is None:
                             yield chunk
                         else:  # kept until usage, the next event, has told the cached tokens
-                            last = _with_stop_reason(chunk, body)
+                            last = with_stop_reason(chunk, body)
     except LegError as error:
         error.executed = error.executed or tokens > 0
         if last is None or not error.died:
@@ -212,13 +214,13 @@ def check_finish(engine: str, reason: str | None) -> None:
         raise error
 
 
-def _finish_unsaid(body: Mapping[str, Any], tokens: int) -> TokenChunk | None:
+def _finish_unsaid(body: Mapping[str, Any], tokens: int, made: int) -> TokenChunk | None:
     """vLLM 0.30 leaves out a last event that has no token. All tokens are there, or the request was aborted."""
     limit = body["sampling_params"].get("max_tokens")
-    return TokenChunk((), finish_reason="length") if tokens and limit is not None and tokens >= limit else None
+    return TokenChunk((), finish_reason="length") if tokens and limit is not None and tokens + made >= limit else None
 
 
-def _with_stop_reason(chunk: TokenChunk, body: Mapping[str, Any]) -> TokenChunk:
+def with_stop_reason(chunk: TokenChunk, body: Mapping[str, Any]) -> TokenChunk:
     """vLLM 0.30 does not send ``stop_reason``; for tokens it is the stop token itself."""
     stops = body["sampling_params"].get("stop_token_ids") or ()
     if chunk.finish_reason == "stop" and chunk.stop_reason is None and chunk.token_ids and chunk.token_ids[-1] in stops:

@@ -25,6 +25,8 @@ class EngineView:
     """Sent to engines that want one."""
     aborts: bool = False
     """Whether it has an endpoint that ends a request by its id (vLLM 0.31 and newer)."""
+    kv_address: str | None = None
+    """Where its connector listens for its peers; None if the gateway need not tell them."""
 
     def created_cache_tokens(self, prompt_tokens: int, cached_tokens: int) -> int | None:
         """Prompt tokens that serving a prompt adds to its prefix cache: whole blocks, less those it had.
@@ -48,6 +50,7 @@ class EngineView:
             cached_block_tokens=value.get("cached_block_tokens"),
             api_key=value.get("api_key"),
             aborts=bool(value.get("aborts", False)),
+            kv_address=value.get("kv_address"),
         )
 
 

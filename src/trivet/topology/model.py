@@ -15,6 +15,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PrivateAttr,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -165,7 +166,7 @@ class Model(_Strict):
 class Kv(_Strict):
     """How KV moves from prefill to decode."""
 
-    connector: str = Field("NixlConnector", description="needs no service, runs on CPU and GPU engines")
+    connector: str = Field("TrivetConnector", description="KV moves while prefill computes; within one host")
     options: dict[str, Any] = Field(default_factory=dict, description="its kv_connector_extra_config")
 
     @field_validator("connector")
@@ -173,6 +174,13 @@ class Kv(_Strict):
     def _known(cls, value: str) -> str:
         if value not in CONNECTORS:
             raise ValueError(f"unknown connector {value!r}; Trivet speaks {', '.join(sorted(CONNECTORS))}")
+        return value
+
+    @field_validator("options")
+    @classmethod
+    def _of_the_connector(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        if "connector" in info.data:  # else it is unknown itself
+            CONNECTORS[info.data["connector"]].check_options(value)
         return value
 
 
@@ -207,6 +215,11 @@ class Engine(_EngineFields):
     kv_port: int | None = Field(
         None, ge=1, le=65535, description="the connector's side channel; a free one unless given"
     )
+    kv_address: str | None = Field(
+        None,
+        pattern=r"^unix:/",
+        description="where TrivetConnector listens, for an engine whose address Trivet does not make up itself",
+    )
 
     @field_validator("url")
     @classmethod
@@ -218,7 +231,7 @@ class Engine(_EngineFields):
     @model_validator(mode="after")
     def _whole(self) -> Engine:
         if self.url is not None:
-            extra = sorted(self.model_fields_set - {"url", "name", "api_key", "device"})
+            extra = sorted(self.model_fields_set - {"url", "name", "api_key", "device", "kv_address"})
             if extra:
                 raise ValueError(f"an engine with url is not started by Trivet, so {', '.join(extra)} means nothing")
         elif self.host != "local" and self.port is None:

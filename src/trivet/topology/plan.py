@@ -24,8 +24,8 @@ GPU_MEMORY_LIMIT = 0.95
 SIM = "sim"
 """The device of simulated engines: they use no cores or GPUs of their own, and need no vLLM."""
 
-_SIM_CONNECTORS = frozenset({"NixlConnector"})
-"""Connectors whose hand-over a simulated engine imitates, over HTTP."""
+_SIM_CONNECTORS = frozenset({"NixlConnector", "TrivetConnector"})
+"""Connectors whose hand-over a simulated engine imitates."""
 
 _FIRST_HTTP_PORT = 8100
 _FIRST_KV_PORT = 5600
@@ -60,6 +60,8 @@ class EnginePlan:
     model: str = ""
     port: int = 0
     kv_port: int | None = None
+    kv_address: str | None = None
+    """Where its connector listens for peers, where the gateway must know that."""
     gpus: tuple[int, ...] = ()
     cores: tuple[int, ...] = ()
     settings: tuple[Setting, ...] = ()
@@ -181,7 +183,13 @@ class _Planner:
             if entry.engine.url:
                 engines.append(
                     EnginePlan(
-                        name, entry.tier, entry.engine.url, entry.device, "someone else", api_key=entry.engine.api_key
+                        name,
+                        entry.tier,
+                        entry.engine.url,
+                        entry.device,
+                        "someone else",
+                        kv_address=entry.engine.kv_address,
+                        api_key=entry.engine.api_key,
                     )
                 )
             else:
@@ -189,7 +197,10 @@ class _Planner:
                     self._started(entry, cores.get(name, ()), gpus.get(name, ()), memory.get(name), *ports[name])
                 )
         self._check_equal(engines)
-        self._check_reach(merged)
+        if self._connector and self._connector.one_host:
+            self._check_one_host(merged, self._connector)
+        else:
+            self._check_reach(merged)
         self._check_packages({one.device for one in engines if one.started_by == "trivet"})
         return Plan(
             topology=self._topology,
@@ -307,9 +318,16 @@ class _Planner:
         own_flags = self._flags(entry)
         settings = {setting.name: setting for setting in self._common_settings(entry, bind, port, memory)}
         env = self._common_env(entry, cores, gpus, own_flags)
+        kv_address = None
         if self._connector and entry.tier != "mixed":
+            kv_address = engine.kv_address or self._connector.peer_address(port)
             kv = self._connector.engine_settings(
-                Side(entry.tier), device=entry.device, host=advertise, port=kv_port, options=self._topology.kv.options
+                Side(entry.tier),
+                device=entry.device,
+                host=advertise,
+                port=kv_port,
+                options=self._topology.kv.options,
+                address=kv_address,
             )
             settings["kv-transfer-config"] = Setting(
                 "kv-transfer-config",
@@ -337,6 +355,7 @@ class _Planner:
             model=self._model,
             port=port,
             kv_port=kv_port,
+            kv_address=kv_address,
             gpus=gpus,
             cores=cores,
             settings=tuple(setting for name, setting in settings.items() if name not in given),
@@ -563,6 +582,25 @@ class _Planner:
                     f"{entry.where(self._topology)}: {entry.name} is reachable from this machine only "
                     f"({entry.advertise}), but {away[0]} is not on it and must read its KV",
                     mend=f"give {entry.name} a bind address, and an advertise name that the other host knows",
+                )
+
+    def _check_one_host(self, entries: Sequence[_Entry], connector: Connector) -> None:
+        """A connector that stays within a host must find both ends of each pair there, under addresses we know."""
+        pair = [one for one in entries if one.tier != "mixed"]
+        started = [one for one in pair if one.engine.url is None]
+        for entry in started:
+            if entry.engine.host != started[0].engine.host:
+                raise TopologyError(
+                    f"{entry.where(self._topology)}: {connector.name} moves KV within one host, but {entry.name} is on "
+                    f"{entry.engine.host} and {started[0].name} on {started[0].engine.host}",
+                    mend="keep prefill and decode on one host, or kv: {connector: NixlConnector}",
+                )
+        for entry in pair:
+            asked_there = entry.tier == "prefill" and (entry.engine.url is not None or entry.engine.host != "local")
+            if entry.engine.kv_address is None and (asked_there or (entry.engine.url and not entry.is_near)):
+                raise TopologyError(
+                    f"{entry.where(self._topology)}: where {connector.name} of {entry.name} listens is not known here",
+                    mend="say where on this host (kv_address: unix:/PATH), or kv: {connector: NixlConnector}",
                 )
 
     def _check_packages(self, devices: set[str]) -> None:

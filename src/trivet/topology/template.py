@@ -12,9 +12,9 @@ model:
   max_length: 4096            # longest prompt plus answer, in tokens; equal on all tiers
 
 kv:
-  connector: NixlConnector    # what moves KV from prefill to decode
+  connector: TrivetConnector  # moves KV while prefill computes, within one host; NixlConnector: also between hosts
   # options:                  # its kv_connector_extra_config
-  #   kv_lease_duration: 60   # seconds that prefill holds KV for decode
+  #   lease_s: 60             # seconds that prefill holds KV for decode
 
 # flags: [--trust-remote-code]        # vLLM flags for every engine and for rendering; a mapping works too
 # env: {VLLM_LOGGING_LEVEL: DEBUG}    # environment of every engine
@@ -36,7 +36,7 @@ tiers:
     # engines:                # a list instead of replicas, when engines differ
     #   - name: decode-a
     #     gpus: [1]
-    #   - name: decode-b      # on another host: run `trivet engine decode-b FILE` there
+    #   - name: decode-b      # on another host (NixlConnector): run `trivet engine decode-b FILE` there
     #     host: node-2
     #     port: 8100
     #     kv_port: 5600
