@@ -6,6 +6,7 @@ import aiohttp
 import pytest
 
 from helpers.sim_client import PREFILL, PROMPT
+from trivet.connectors import connector
 from trivet.fleet import supervisor
 from trivet.fleet.supervisor import Fleet
 from trivet.topology import make_plan, parse_topology
@@ -15,6 +16,7 @@ from trivet.topology.ports import PortBook
 TOPOLOGY = """\
 model: {name: sim-model}
 tiers: {prefill: {device: sim}, decode: {device: sim, engines: [{api_key: secret}]}}
+kv: {connector: NixlConnector}
 gateway: {plane: text}
 """
 
@@ -49,5 +51,28 @@ async def test_a_fleet_of_simulated_engines_hands_over_and_comes_back(tmp_path, 
             while status.generation < 2 or not status.facts()["ready"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         assert "a fault ends this process with status 1" in (tmp_path / "decode-0.log").read_text()
+    finally:
+        await fleet.stop()
+
+
+async def test_a_fleet_hands_over_by_the_connector_whose_legs_start_together(tmp_path, client):
+    machine = Machine((0, 1), 0, None, None, lambda _: False)
+    text = TOPOLOGY.replace("NixlConnector", "TrivetConnector, options: {lease_s: 5}")
+    plan = make_plan(parse_topology(text), PortBook(lock=False), model="sim-model", machine=machine)
+    fleet = Fleet(plan, tmp_path)
+    try:
+        async with asyncio.timeout(60):
+            await fleet.start()
+        prefill, decode = (status.plan for status in fleet.engines.values())
+        params = connector("TrivetConnector").rendezvous("t", prefill.kv_address, first_token=True)
+        bodies = [client.body(PROMPT, {"kv_transfer_params": one}) for one in params]
+        bodies[0]["sampling_params"]["max_tokens"] = 1
+        path, key = "/inference/v1/generate", {"Authorization": "Bearer secret"}
+        first, rest = await asyncio.gather(
+            client.post(prefill, path, bodies[0]), client.post(decode, path, bodies[1], **key)
+        )
+        whole = await client.post(prefill, path, client.body(PROMPT, None))
+        assert [*first.tokens, *rest.tokens] == whole.tokens
+        assert (await client.get(decode, "/sim/state")).json["handovers"]["pulled"] == 1
     finally:
         await fleet.stop()

@@ -26,6 +26,7 @@ async def test_decode_goes_on_from_what_prefill_computed(pair, client):
     params = await client.prefill(prefill)
     assert counts(prefill, "offered", "open", "taken") == (1, 1, 0)
     assert prefill.state().pool["held"] == 3
+    assert prefill.state().connector == "NixlConnector"
     answer = await client.stream(decode, leg="decode", more={"kv_transfer_params": params})
     assert answer.tokens == (await client.stream(prefill)).tokens
     assert counts(prefill, "offered", "open", "taken", "released", "expired") == (1, 0, 1, 0, 0)
@@ -142,6 +143,7 @@ async def test_recompute_is_the_other_policy(start, client):
     answer = await client.generate(decode, leg="decode", more={"kv_transfer_params": params})
     assert answer.tokens == (await client.generate(prefill)).tokens
     assert decode.state().computed_prompt_tokens == {"decode": 41}
+    assert counts(decode, "recomputed") == (1,)
 
 
 async def test_another_prompt_than_prefills_is_noticed(pair, client):
@@ -221,7 +223,7 @@ async def test_decode_aborted_in_its_pull(start, client):
 
 async def test_a_pull_that_was_cut_off_before_it_reached_prefill(pair, client, monkeypatch):
     prefill, decode = pair
-    monkeypatch.setattr(decode.scheduler, "_pull", lambda _: asyncio.sleep(60))
+    monkeypatch.setattr(decode.connector, "pull", lambda _: asyncio.sleep(60))
     params = await client.prefill(prefill)
     asking = asyncio.create_task(client.stream(decode, leg="decode", more={"kv_transfer_params": params}))
     await until(lambda: decode.state().fetching == 1)
@@ -269,6 +271,7 @@ async def test_without_a_connector_the_parameters_mean_nothing(start, client):
     params = {**given, "remote_engine_id": "x", "remote_request_id": "y"}
     assert (await client.generate(decode, more={"kv_transfer_params": params})).status == 200
     assert "nixl" not in (await client.get(decode, "/metrics")).content.decode()
+    assert decode.state().connector is None
 
 
 async def test_held_blocks_make_others_wait(start, client):
@@ -280,6 +283,19 @@ async def test_held_blocks_make_others_wait(start, client):
     assert (await asking).status == 200
     assert time.monotonic() - began >= 0.15
     assert counts(prefill, "expired") == (1,)
+
+
+async def test_prefill_may_withhold_and_decode_may_lose(pair, client):
+    prefill, decode = pair
+    prefill.faults.add(Fault("withhold", leg="prefill"))
+    assert await client.prefill(prefill) is None
+    assert counts(prefill, "offered") == (0,)
+    params = await client.prefill(prefill)
+    decode.faults.add(Fault("lose", leg="decode"))
+    answer = await client.generate(decode, leg="decode", more={"kv_transfer_params": params})
+    assert answer.status == 500
+    assert counts(prefill, "open") == (1,)
+    assert counts(decode, "failed") == (1,)
 
 
 async def test_a_fault_may_strike_the_pull_itself(pair, client):

@@ -40,6 +40,18 @@ def test_vllms_flags_are_understood():
     assert (got.kv_transfer, got.kv_load_failure_policy, got.kv_lease_s) == (True, "recompute", 5.0)
 
 
+def test_trivets_own_connector():
+    options = {"address": "unix:/run/trivet/8101.sock", "lease_s": 5, "movers": ["shm"], "checksums": True}
+    kv = {"kv_connector": "TrivetConnector", "kv_role": "kv_producer", "kv_connector_extra_config": options}
+    got = settings("--kv-transfer-config", json.dumps(kv), "--transfer-last-ms", "3")
+    assert (got.kv_transfer, got.kv_connector, got.kv_lease_s) == (True, "TrivetConnector", 5.0)
+    assert (got.kv_address, got.transfer_last_ms) == ("unix:/run/trivet/8101.sock", 3.0)
+    got = settings("--kv-transfer-config", json.dumps(kv), "--kv-address", "unix:/a.sock", "--kv-lease-s", "2")
+    assert (got.kv_address, got.kv_lease_s) == ("unix:/a.sock", 2.0)
+    got = settings("--kv-transfer-config", json.dumps({"kv_connector": "NixlConnector"}))
+    assert (got.kv_connector, got.kv_address, got.kv_lease_s) == ("NixlConnector", None, 30.0)
+
+
 def test_without_flags_it_is_as_vllm_is():
     got = settings()
     assert (got.port, got.kv_transfer, got.enable_scale_out, got.enable_prompt_tokens_details) == (
@@ -78,8 +90,14 @@ def test_flags_that_mean_nothing_here_are_noted_once():
         (["--step-ms", "fast"], "argument --step-ms: invalid float value: 'fast'"),
         (["--jitter", "2"], "jitter is 2.0 -> it must be from 0 to 1"),
         (["--kv-transfer-config", "{"], "--kv-transfer-config is not JSON"),
+        (["--kv-address", "tcp:somewhere"], "the connector's address is 'tcp:somewhere'"),
+        (["--kv-address", "unix:relative"], "an address is unix: and an absolute path"),
+        (["--kv-address", "unix:/" + "x" * 120], "the path is longer than 107 bytes"),
         (["--kv-transfer-config", "[]"], "--kv-transfer-config is not an object"),
-        (["--kv-transfer-config", '{"kv_connector": "MooncakeConnector"}'], "imitates NixlConnector only"),
+        (
+            ["--kv-transfer-config", '{"kv_connector": "MooncakeConnector"}'],
+            "imitates NixlConnector and TrivetConnector only",
+        ),
     ],
 )
 def test_a_wrong_value_is_one_line(flags, message):
@@ -160,3 +178,38 @@ def test_a_wrong_flag_ends_with_status_2():
         timeout=WAIT_S,
     )
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+
+
+async def test_two_processes_hand_over_on_their_sockets(tmp_path):
+    def flags(side):
+        options = {"address": f"unix:{tmp_path}/{side}.sock"}
+        config = {"kv_connector": "TrivetConnector", "kv_connector_extra_config": options}
+        return ["--kv-transfer-config", json.dumps(config)]
+
+    asked = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 3}}
+    both = {"transfer_id": "t", "first_token": True}
+    first = {"do_remote_decode": True, **both}
+    second = {"do_remote_prefill": True, "prefill_address": f"unix:{tmp_path}/prefill.sock", **both}
+    async with (
+        process(*flags("prefill")) as (prefill, prefill_url),
+        process(*flags("decode")) as (_, decode_url),
+        aiohttp.ClientSession() as session,
+    ):
+
+        async def ask(url, params, tokens=3):
+            body = {**asked, "sampling_params": {"max_tokens": tokens}, "kv_transfer_params": params}
+            async with session.post(f"{url}/inference/v1/generate", json=body) as answer:
+                assert answer.status == 200, await answer.text()
+                return (await answer.json())["choices"][0]["token_ids"]
+
+        parts = await asyncio.gather(ask(prefill_url, first, 1), ask(decode_url, second))
+        assert [*parts[0], *parts[1]] == await ask(decode_url, None)
+        prefill.kill()
+        await prefill.wait()
+        assert (tmp_path / "prefill.sock").is_socket()
+        assert len(await ask(decode_url, {**second, "transfer_id": "t2", "first_token": False})) == 3
+        async with session.get(f"{decode_url}/sim/state") as answer:
+            counts = (await answer.json())["handovers"]
+        assert (counts["pulled"], counts["recomputed"]) == (1, 1)
+        async with process(*flags("prefill")) as (_, prefill_url):  # what the killed one left is replaced
+            assert await asyncio.gather(ask(prefill_url, first, 1), ask(decode_url, second)) == parts

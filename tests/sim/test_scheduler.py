@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from helpers.sim_client import PROMPT, until
 from trivet.errors import TrivetError
 from trivet.sim import Fault, SimSettings
+from trivet.sim.connector import Connector
 from trivet.sim.pool import BlockPool
 from trivet.sim.scheduler import End, Scheduler, SimSequence, Sink
 from trivet.sim.stats import Stats
@@ -19,7 +20,7 @@ async def run(sequences: list[SimSequence], **changes) -> tuple[list[list[int]],
     """The answers of sequences that come at once."""
     chosen = SimSettings(**changes)
     pool, stats = BlockPool(chosen.num_blocks), Stats(chosen)
-    scheduler = Scheduler(chosen, pool, stats, pull=_nothing)
+    scheduler = Scheduler(chosen, pool, stats, Connector())
     for one in sequences:
         scheduler.add(one)
     scheduler.start()
@@ -30,10 +31,6 @@ async def run(sequences: list[SimSequence], **changes) -> tuple[list[list[int]],
     pool.check()
     assert (pool.used, pool.held) == (0, 0)
     return [one.answer for one in sequences], stats
-
-
-async def _nothing(_: SimSequence) -> None:
-    raise AssertionError
 
 
 def sequence(prompt, max_tokens: int) -> SimSequence:
@@ -70,6 +67,24 @@ async def test_a_pool_that_fills_up_preempts_the_last_that_came():
     assert stats.preemptions > 0
     assert [len(answer) for answer in answers] == [40] * 3
     assert stats.generation_tokens == 120
+
+
+async def test_one_that_has_blocks_is_not_behind_one_that_waits_for_them():
+    """Both were preempted, or their KV has come: the first would wait for the second's blocks for ever."""
+    chosen = SimSettings(block_size=4, kv_tokens=32, enable_prefix_caching=False)
+    pool, stats = BlockPool(chosen.num_blocks), Stats(chosen)
+    scheduler = Scheduler(chosen, pool, stats, Connector())
+    small, large = sequence(range(12), 1), sequence(range(100, 128), 1)
+    small.blocks = pool.take((), 3) or []
+    scheduler._queue_first(small)
+    scheduler._queue_first(large)
+    assert list(scheduler.waiting) == [small, large]
+    scheduler.start()
+    async with asyncio.timeout(5):
+        while scheduler.unfinished():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    await scheduler.stop()
+    pool.check()
 
 
 async def test_no_more_run_at_once_than_may(start, client):
@@ -153,9 +168,8 @@ async def test_steps_keep_their_pace(start, client):
 
 async def test_jitter_varies_steps_and_is_the_same_for_the_same_seed():
     def durations(seed):
-        scheduler = Scheduler(
-            SimSettings(step_ms=10, jitter=0.5, seed=seed), BlockPool(1), Stats(SimSettings()), pull=_nothing
-        )
+        chosen = SimSettings(step_ms=10, jitter=0.5, seed=seed)
+        scheduler = Scheduler(chosen, BlockPool(1), Stats(chosen), Connector())
         return [scheduler._duration_s([(sequence([1], 1), 1)]) for _ in range(50)]
 
     assert durations(1) == durations(1) != durations(2)
@@ -175,7 +189,7 @@ async def test_stopping_ends_everything(start, client):
 def test_an_end_is_told_once():
     async def twice() -> list:
         chosen = SimSettings()
-        scheduler = Scheduler(chosen, BlockPool(8), Stats(chosen), pull=_nothing)
+        scheduler = Scheduler(chosen, BlockPool(8), Stats(chosen), Connector())
         one = sequence(PROMPT, 3)
         scheduler.add(one)
         scheduler.finish(one, End.ABORT)
@@ -196,6 +210,8 @@ def test_an_end_is_told_once():
         {"eos_chance": 2},
         {"vocab_size": 300},
         {"kv_load_failure_policy": "retry"},
+        {"kv_connector": "MooncakeConnector"},
+        {"transfer_last_ms": -1},
         {"max_num_queued_reqs": -1},
         {"step_ms": float("nan")},
     ],

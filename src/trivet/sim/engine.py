@@ -18,14 +18,16 @@ from aiohttp import web
 from trivet.errors import PortInUseError, TrivetError
 from trivet.routing.engines import EngineView
 from trivet.sim.asks import RefusedError, error_facts
+from trivet.sim.connector import Connector
 from trivet.sim.exchange import ENDPOINTS, Exchange, status_response
 from trivet.sim.faults import Fault, Faults
 from trivet.sim.handover import PULL_PATH, RELEASE_PATH, Handovers
 from trivet.sim.pool import BlockPool
 from trivet.sim.record import RequestLog, SimState, leg_of
-from trivet.sim.scheduler import End, Scheduler, SimSequence
-from trivet.sim.settings import SimSettings
+from trivet.sim.scheduler import End, Scheduler
+from trivet.sim.settings import TRIVET, SimSettings
 from trivet.sim.stats import Stats
+from trivet.sim.transfer import OPEN_PATH, Transfers, own_address
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _GUARDED = ("/v1", "/v2", "/inference")
@@ -64,6 +66,7 @@ class SimEngine:
         self.faults = Faults(self._refuse)
         self._on_exit = on_exit
         self._port = self.settings.port
+        self._kv_address = self.settings.kv_address or own_address()
         self._log = RequestLog(self.settings.keep_requests)
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
@@ -71,7 +74,6 @@ class SimEngine:
         self._in_use: Counter[asyncio.BaseTransport] = Counter()
         self._served: Counter[asyncio.BaseTransport] = Counter()
         self._background: set[asyncio.Task[Any]] = set()
-        self._offers: dict[SimSequence, dict[str, Any]] = {}
         self._is_up = False
         self._ended = asyncio.Event()
         self._new_core()
@@ -81,7 +83,24 @@ class SimEngine:
         self.stats = Stats(settings)
         self.pool = BlockPool(settings.num_blocks, caching=settings.enable_prefix_caching)
         self.engine_id = uuid.uuid4().hex
-        self.handovers = Handovers(
+        self.connector = self._new_connector()
+        self.scheduler = Scheduler(settings, self.pool, self.stats, self.connector)
+
+    def _new_connector(self) -> Connector:
+        settings = self.settings
+        if not settings.kv_transfer:
+            return Connector()
+        if settings.kv_connector == TRIVET:
+            return Transfers(
+                settings,
+                self.pool,
+                self.stats,
+                address=self._kv_address,
+                scheduler=lambda: self.scheduler,
+                strike=lambda leg: self.faults.strike(path=OPEN_PATH, leg=leg, reused=False),
+                die=self.exit,
+            )
+        return Handovers(
             settings,
             self.pool,
             self.stats,
@@ -89,10 +108,6 @@ class SimEngine:
             address=lambda: (settings.kv_host or _reachable(settings.host), self._port),
             freed=lambda: self.scheduler.wake(),
         )
-        self.scheduler = Scheduler(
-            settings, self.pool, self.stats, pull=self.handovers.pull, ended=self._sequence_ended
-        )
-        self._offers.clear()
 
     # as others see it
 
@@ -123,6 +138,7 @@ class SimEngine:
             cached_block_tokens=self.settings.block_size if self.settings.enable_prefix_caching else None,
             api_key=self.settings.api_key,
             aborts=not self.settings.is_old,
+            kv_address=self.connector.address,
         )
 
     def state(self) -> SimState:
@@ -131,7 +147,7 @@ class SimEngine:
         Raises:
             AssertionError: blocks of its pool are missing.
         """
-        pool, handovers = self.pool, self.handovers
+        pool, connector = self.pool, self.connector
         assert pool.free + pool.used + pool.held == pool.total, "blocks are missing"
         return SimState(
             name=self.name,
@@ -153,7 +169,12 @@ class SimEngine:
                 "cached": pool.cached,
                 "block_size": self.settings.block_size,
             },
-            handovers={**asdict(handovers.counts), "open": handovers.open},
+            connector=connector.name,
+            handovers={
+                **asdict(connector.counts),
+                "recomputed": self.stats.recomputed,
+                "open": connector.open,
+            },
             requests=self._log.all(),
         )
 
@@ -168,7 +189,7 @@ class SimEngine:
             AssertionError: the books of its pool are wrong.
         """
         deadline = time.monotonic() + timeout_s
-        while self.scheduler.unfinished() or self._answering() or (nothing_held and self.handovers.open):
+        while self.scheduler.unfinished() or self._answering() or (nothing_held and self.connector.open):
             if time.monotonic() > deadline:
                 state = self.state()
                 busy = {key: getattr(state, key) for key in ("running", "waiting", "fetching", "pool", "handovers")}
@@ -205,8 +226,9 @@ class SimEngine:
         application.router.add_get("/v1/models", self._models)
         if not self.settings.is_old:
             application.router.add_post("/inference/v1/abort_requests", self._abort)
-        application.router.add_post(PULL_PATH, self._pull)
-        application.router.add_post(RELEASE_PATH, self._release)
+        if isinstance(self.connector, Handovers):
+            application.router.add_post(PULL_PATH, self._pull)
+            application.router.add_post(RELEASE_PATH, self._release)
         application.router.add_get("/sim/state", self._tell_state)
         application.router.add_get("/sim/faults", self._tell_faults)
         application.router.add_post("/sim/faults", self._add_faults)
@@ -236,7 +258,7 @@ class SimEngine:
             await self._listening_again
             self._listening_again = None
         await self.scheduler.stop()
-        await self.handovers.close()
+        await self.connector.close()
         for task in list(self._background):
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -279,6 +301,7 @@ class SimEngine:
         assert self._runner is not None
         host, server = self.settings.host, self._runner.server
         assert server is not None
+        await self.connector.listen()
         try:
             self._listener = await asyncio.get_running_loop().create_server(
                 server, host, self._port, reuse_address=True, backlog=512
@@ -299,6 +322,7 @@ class SimEngine:
             return
         self._listener.close()
         self._listener = None
+        self.connector.stop_listening()
         for transport in self._transports():
             if not self._in_use[transport]:
                 transport.abort()
@@ -328,6 +352,7 @@ class SimEngine:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+        self.connector.cut()
         for transport in self._transports():
             transport.abort()
 
@@ -357,23 +382,10 @@ class SimEngine:
             self.stats.rejections += 1
             raise RefusedError(_BUSY, status=503, kind="Service Unavailable")
 
-    def take_offer(self, sequence: SimSequence) -> dict[str, Any] | None:
-        """The ``kv_transfer_params`` of a finished sequence, if its blocks are held."""
-        return self._offers.pop(sequence, None)
-
     def cut(self, request: web.Request) -> None:
         """Closes the connection of a request without another word."""
         if request.transport is not None:
             request.transport.abort()
-
-    def _sequence_ended(self, sequence: SimSequence, end: End) -> None:
-        if sequence.hands_over and end in (End.STOP, End.LENGTH):
-            params = self.handovers.offer(sequence)
-            if params is not None:
-                self._offers[sequence] = params
-        # a pull that failed leaves prefill's blocks to their lease; one that was cut off may not have reached prefill
-        if sequence.source is not None and not sequence.pulled and end is not End.ERROR:
-            self.handovers.notify(sequence.source)
 
     # HTTP
 
@@ -488,12 +500,14 @@ class SimEngine:
 
     async def _pull(self, request: web.Request) -> web.Response:
         body = await _json(request)
-        problem = await self.handovers.give(body if isinstance(body, dict) else {})
+        assert isinstance(self.connector, Handovers)
+        problem = await self.connector.give(body if isinstance(body, dict) else {})
         return web.Response() if problem is None else web.json_response({"problem": problem}, status=409)
 
     async def _release(self, request: web.Request) -> web.Response:
         body = await _json(request)
-        return web.json_response({"held": self.handovers.release(body if isinstance(body, dict) else {})})
+        assert isinstance(self.connector, Handovers)
+        return web.json_response({"held": self.connector.release(body if isinstance(body, dict) else {})})
 
     async def _tell_state(self, _: web.Request) -> web.Response:
         return web.Response(body=orjson.dumps(self.state().facts()), content_type="application/json")

@@ -13,9 +13,9 @@ import orjson
 from aiohttp import web
 
 from trivet.sim.asks import Ask, RefusedError, error_facts, parse_chat, parse_completion, parse_generate
+from trivet.sim.connector import Source
 from trivet.sim.faults import Fault
 from trivet.sim.forms import DONE, ChatForm, Choice, CompletionForm, Form, GenerateForm, make_choices, sse
-from trivet.sim.handover import Source
 from trivet.sim.record import RequestRecord, shortened
 from trivet.sim.scheduler import End, Output, SimSequence, Sink
 from trivet.sim.settings import SimSettings
@@ -120,30 +120,29 @@ class Exchange:
     def _reject(self, body: Mapping[str, Any]) -> None:
         """Chat and completions tell prefill when they refuse a request; ``/inference/v1/generate`` does not."""
         params = body.get("kv_transfer_params")
-        told = self._settings.kv_transfer and self._request.path != "/inference/v1/generate"
-        if told and isinstance(params, Mapping) and (source := Source.parse(params)) is not None:
-            self._engine.handovers.notify(source)
+        if isinstance(params, Mapping) and self._request.path != "/inference/v1/generate":
+            self._engine.connector.refused(params)
 
     async def _serve(self, ask: Ask, form: Form) -> web.StreamResponse:
         sink = Sink()
         self._choices = make_choices(ask)
         self._record.prompt_tokens = sum(len(prompt) for prompt in ask.prompts)
-        params = ask.kv_transfer_params if self._settings.kv_transfer else None
-        self._source = Source.parse(params) if params else None
-        if self._source is not None and ask.prompt_logprobs is not None:
+        connector, params = self._engine.connector, ask.kv_transfer_params or {}
+        self._source = connector.source(params)
+        if self._source is not None and ask.prompt_logprobs is not None and connector.declines(self._source):
             # asking for those skips every cache in vLLM: the prompt is computed here, and prefill is told
-            self._engine.handovers.notify(self._source)
             self._source = None
         if self._source is not None:
             self._record.split = "pulled"
         self._sequences = [self._sequence(ask, choice, sink, params) for choice in self._choices]
         for sequence in self._sequences:
+            connector.arrived(sequence, params)
             self._engine.scheduler.add(sequence)
         if ask.stream:
             return await self._stream(ask, form, sink)
         return await self._whole(ask, form, sink)
 
-    def _sequence(self, ask: Ask, choice: Choice, sink: Sink, params: Mapping[str, Any] | None) -> SimSequence:
+    def _sequence(self, ask: Ask, choice: Choice, sink: Sink, params: Mapping[str, Any]) -> SimSequence:
         sequence = SimSequence(
             name=f"{ask.name}-{uuid.uuid4().hex[:8]}",
             prompt=choice.prompt,
@@ -156,7 +155,7 @@ class Exchange:
             stop_token_ids=ask.stop_token_ids,
             salt=ask.cache_salt,
             skip_cache=ask.prompt_logprobs is not None,
-            hands_over=bool(params and params.get("do_remote_decode")),
+            hands_over=bool(params.get("do_remote_decode")),
             source=self._source,
         )
         if (fault := self._fault) is not None:
@@ -167,6 +166,10 @@ class Exchange:
                 sequence.pause_s = math.inf if fault.for_s is None else fault.for_s
             elif fault.kind == "finish":
                 sequence.end_at = (fault.after_tokens, End(fault.reason))
+            elif fault.kind == "lose":
+                sequence.loses_at = fault.after_tokens
+            elif fault.kind == "withhold":
+                sequence.withholds = True
         return sequence
 
     async def _stream(self, ask: Ask, form: Form, sink: Sink) -> web.StreamResponse:
@@ -222,8 +225,8 @@ class Exchange:
             self._record.ended = "error"
             return web.json_response(error_facts("Internal server error", "InternalServerError", 500), status=500)
         self._record.ended = self._ended()
-        params = self._engine.take_offer(self._sequences[0]) if self._settings.kv_transfer else None
-        if params is not None:
+        params = self._sequences[0].told
+        if params is not None and params.get("handed_over", True):
             self._record.split = "offered"
         content = orjson.dumps(form.whole(self._choices, self._cached_tokens(), params))
         fault = self._fault

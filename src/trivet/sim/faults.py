@@ -11,7 +11,19 @@ from typing import Any, Literal, get_args
 from trivet.errors import TrivetError
 
 Kind = Literal[
-    "refuse", "status", "hang", "stall", "die", "exit", "slow", "garbage", "disconnect", "finish", "close_idle"
+    "refuse",
+    "status",
+    "hang",
+    "stall",
+    "die",
+    "exit",
+    "slow",
+    "garbage",
+    "disconnect",
+    "finish",
+    "close_idle",
+    "withhold",
+    "lose",
 ]
 KINDS: tuple[str, ...] = get_args(Kind)
 GARBAGE = ("json", "truncated", "between")
@@ -36,6 +48,9 @@ class Fault:
     - ``disconnect``: the connection is closed before any byte
     - ``finish``: the answer ends after ``after_tokens`` with ``reason``
     - ``close_idle``: the answer is whole; then the connection, said to be kept, is closed
+    - ``withhold``: a prefill leg is computed and answered, and hands nothing over
+    - ``lose``: the KV of a decode leg does not come. With TrivetConnector of either leg: the two lose each other when
+      prefill begins, or, with ``after_tokens`` 1, between its token and the last piece of KV
     """
 
     leg: str | None = None

@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 
+from trivet.sim.connector import Connector, PullError
+from trivet.sim.connector import Source as AnySource
 from trivet.sim.pool import BlockPool
-from trivet.sim.scheduler import SimSequence
-from trivet.sim.settings import SimSettings
+from trivet.sim.scheduler import End, SimSequence
+from trivet.sim.settings import NIXL, SimSettings
 from trivet.sim.stats import Stats
 from trivet.sim.tokens import digest
 
@@ -24,10 +26,6 @@ PULL_PATH = "/sim/kv/pull"
 RELEASE_PATH = "/sim/kv/release"
 _NEEDS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
-
-
-class PullError(Exception):
-    """KV could not be pulled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,28 +54,6 @@ class Source:
 
 
 @dataclass(slots=True)
-class HandoverCounts:
-    """Hand-overs of one engine since its start."""
-
-    offered: int = 0
-    """Blocks held for decode."""
-    taken: int = 0
-    """Pulled by decode."""
-    released: int = 0
-    """Freed because decode said that it will not come, or by a leg that is there for that only."""
-    expired: int = 0
-    """Freed because nobody came within the lease."""
-    mismatched: int = 0
-    """Decode came with another prompt than prefill computed; in vLLM that ends the engine or spoils the answer."""
-    refused: int = 0
-    """Decode came for what is not held (any more)."""
-    pulled: int = 0
-    """As decode: pulls that succeeded."""
-    failed: int = 0
-    """As decode: pulls that did not."""
-
-
-@dataclass(slots=True)
 class _Held:
     blocks: list[int]
     tokens: int
@@ -86,8 +62,10 @@ class _Held:
     being_pulled: bool = False
 
 
-class Handovers:
+class Handovers(Connector):
     """The hand-overs of one engine, as prefill and as decode."""
+
+    name: ClassVar[str | None] = NIXL
 
     def __init__(
         self,
@@ -104,6 +82,7 @@ class Handovers:
             address: host and port under which decode finds this engine.
             freed: called when blocks have become free.
         """
+        super().__init__()
         self._settings = settings
         self._pool = pool
         self._stats = stats
@@ -113,15 +92,14 @@ class Handovers:
         self._held: dict[str, _Held] = {}
         self._session: aiohttp.ClientSession | None = None
         self._notifications: set[asyncio.Task[None]] = set()
-        self.counts = HandoverCounts()
 
     @property
     def open(self) -> int:
-        """Hand-overs that are offered and not yet taken."""
+        """See ``Connector``."""
         return len(self._held)
 
     async def close(self) -> None:
-        """Gives up what is held and under way."""
+        """See ``Connector``."""
         for held in self._held.values():
             held.expires.cancel()
             self._pool.let_go(held.blocks)
@@ -131,6 +109,35 @@ class Handovers:
         await asyncio.gather(*self._notifications, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
+
+    # as every connector
+
+    def source(self, params: Mapping[str, Any]) -> Source | None:
+        """See ``Connector``."""
+        return Source.parse(params)
+
+    def declines(self, source: AnySource) -> bool:
+        """See ``Connector``."""
+        assert isinstance(source, Source)
+        self.notify(source)
+        return True
+
+    def refused(self, params: Mapping[str, Any]) -> None:
+        """See ``Connector``."""
+        if (source := Source.parse(params)) is not None:
+            self.notify(source)
+
+    def ended(self, sequence: SimSequence, end: End) -> None:
+        """See ``Connector``."""
+        if sequence.hands_over and not sequence.withholds and end in (End.STOP, End.LENGTH):
+            sequence.told = self.offer(sequence)
+        # a pull that failed leaves prefill's blocks to their lease; one that was cut off may not have reached prefill
+        if sequence.source is not None and not sequence.pulled and end is not End.ERROR:
+            self.notify(sequence.source)
+
+    def recomputes(self, sequence: SimSequence) -> bool:  # noqa: ARG002
+        """See ``Connector``."""
+        return self._settings.kv_load_failure_policy == "recompute"
 
     # prefill's side
 
@@ -217,11 +224,7 @@ class Handovers:
     # decode's side
 
     async def pull(self, sequence: SimSequence) -> None:
-        """Gets a sequence's KV from its source.
-
-        Raises:
-            PullError: prefill cannot be reached or does not hold it.
-        """
+        """See ``Connector``."""
         source: Source = sequence.source
         asked = {
             "engine_id": source.engine_id,
@@ -232,6 +235,8 @@ class Handovers:
             "only_to_release": sequence.leg == "release",
         }
         try:
+            if sequence.loses_at is not None:
+                raise PullError("simulated fault: the transfer is lost")
             async with self._open().post(f"{source.url}{PULL_PATH}", json=asked) as answer:
                 if answer.status != 200:
                     raise PullError((await answer.text())[:200])

@@ -10,9 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from trivet.errors import TrivetError
-from trivet.sim.settings import SimSettings
+from trivet.sim.link import path_of
+from trivet.sim.settings import CONNECTORS, NIXL, TRIVET, SimSettings
 
-_OTHER_CONNECTORS = "a simulated engine imitates NixlConnector only"
+_OTHER_CONNECTORS = f"a simulated engine imitates {' and '.join(CONNECTORS)} only"
+_LEASES = {NIXL: "kv_lease_duration", TRIVET: "lease_s"}
+"""The connectors' own names for it."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -37,7 +40,9 @@ def parse(arguments: Sequence[str], env: Mapping[str, str] = os.environ) -> tupl
         notes.append(f"no effect in a simulated engine: {names}")
     kv = _kv(known.kv_transfer_config)
     options = kv.get("kv_connector_extra_config") or {}
-    lease = known.kv_lease_s if known.kv_lease_s is not None else options.get("kv_lease_duration", 30.0)
+    connector = NIXL if kv.get("kv_connector") != TRIVET else TRIVET
+    lease = known.kv_lease_s if known.kv_lease_s is not None else options.get(_LEASES[connector], 30.0)
+    address = known.kv_address or (options.get("address") if connector == TRIVET else None)
     blocks = known.num_gpu_blocks_override
     kv_tokens = blocks * known.block_size if blocks is not None else known.kv_tokens
     settings = SimSettings(
@@ -59,14 +64,17 @@ def parse(arguments: Sequence[str], env: Mapping[str, str] = os.environ) -> tupl
         enable_prompt_tokens_details=known.enable_prompt_tokens_details,
         enable_scale_out=known.enable_scale_out or known.tokens_only,
         kv_transfer=bool(kv),
+        kv_connector=connector,
+        kv_address=None if address is None else _address(address),
         kv_load_failure_policy=str(kv.get("kv_load_failure_policy", "fail")),
-        kv_lease_s=_number(lease, "kv_lease_duration"),
+        kv_lease_s=_number(lease, _LEASES[connector]),
         kv_bytes_per_token=known.kv_bytes_per_token,
         kv_host=env.get("VLLM_NIXL_SIDE_CHANNEL_HOST") or None,
         step_ms=known.step_ms,
         prefill_ms=known.prefill_ms,
         prefill_ms_per_token=known.prefill_ms_per_token,
         transfer_ms_per_token=known.transfer_ms_per_token,
+        transfer_last_ms=known.transfer_last_ms,
         jitter=known.jitter,
         seed=known.seed,
         vocab_size=known.vocab_size,
@@ -114,10 +122,17 @@ def _parser() -> argparse.ArgumentParser:
     own.add_argument("--prefill-ms", type=float, default=0.0, help="added for each prompt")
     own.add_argument("--prefill-ms-per-token", type=float, default=0.0)
     own.add_argument("--transfer-ms-per-token", type=float, default=0.0, help="of KV that decode pulls")
+    own.add_argument(
+        "--transfer-last-ms",
+        type=float,
+        default=defaults.transfer_last_ms,
+        help=f"{TRIVET}: least time from prefill's end until decode has all KV",
+    )
     own.add_argument("--jitter", type=float, default=0.0, help="share by which steps vary, 0 to 1")
     own.add_argument("--seed", type=int, default=0, help="of the jitter")
     own.add_argument("--kv-tokens", type=_size, default=defaults.kv_tokens, help="size of the KV pool")
     own.add_argument("--kv-lease-s", type=float, help="how long prefill holds KV; 30 unless given")
+    own.add_argument("--kv-address", help=f"{TRIVET}: unix: and a path; else the option address of the connector")
     own.add_argument("--kv-bytes-per-token", type=_size, default=defaults.kv_bytes_per_token, help="in the metrics")
     own.add_argument("--vocab-size", type=_size, default=defaults.vocab_size)
     own.add_argument("--eos-token-id", type=int, default=defaults.eos_token_id)
@@ -136,9 +151,17 @@ def _kv(text: str | None) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise _OptionError("simulated engine: --kv-transfer-config is not an object", mend='{"kv_connector": ...}')
     connector = config.get("kv_connector")
-    if connector not in ("NixlConnector", "NixlPullConnector"):
+    if connector not in (*CONNECTORS, "NixlPullConnector"):
         raise _OptionError(f"simulated engine: kv_connector is {connector!r}", mend=_OTHER_CONNECTORS)
     return config
+
+
+def _address(value: object) -> str:
+    try:
+        path_of(address := str(value))
+    except ValueError as error:
+        raise _OptionError(f"simulated engine: the connector's address is {value!r}", mend=str(error)) from None
+    return address
 
 
 def _number(value: object, name: str) -> float:

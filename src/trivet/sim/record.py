@@ -36,7 +36,7 @@ class RequestRecord:
     executed: bool = False
     """Whether its prompt was computed or loaded, so that a token came out."""
     split: str | None = None
-    """``offered``: its KV was held for decode. ``pulled``: its KV came from prefill."""
+    """``offered``: its KV was held for decode. ``pulled``: it was to get its KV from prefill."""
     fault: str | None = None
     """The kind of the fault that struck it."""
     first_token_s: float | None = None
@@ -72,6 +72,8 @@ class SimState:
     """Prompt tokens computed here, by leg."""
     preemptions: int
     pool: Mapping[str, int]
+    connector: str | None
+    """Whose hand-overs ``handovers`` counts."""
     handovers: Mapping[str, int]
     requests: tuple[RequestRecord, ...] = field(repr=False)
     """The newest, oldest first."""

@@ -11,15 +11,18 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trivet.sim.pool import BlockPool, Keys
 from trivet.sim.settings import SimSettings
 from trivet.sim.stats import Stats
 from trivet.sim.tokens import Walk
+
+if TYPE_CHECKING:
+    from trivet.sim.connector import Connector
 
 _MOST_LATE_S = 0.01
 """Lateness that later steps make up for; what is beyond it is lost, as on an engine that is too slow."""
@@ -83,8 +86,14 @@ class SimSequence:
     """Reads nothing from the prefix cache, as with ``prompt_logprobs``."""
     hands_over: bool = False
     """Its blocks are held for decode when it ends (``do_remote_decode``)."""
+    told: dict[str, Any] | None = None
+    """``kv_transfer_params`` of its answer."""
+    withholds: bool = False
+    """A fault: nothing is handed over."""
     source: Any = None
-    """Where its prompt's KV is pulled from (``do_remote_prefill``)."""
+    """Where its prompt's KV comes from (``do_remote_prefill``)."""
+    loses_at: int | None = None
+    """A fault: its transfer is lost, once prefill has made so many tokens (0 or 1)."""
     slow_factor: float = 1.0
     pause_at: int | None = None
     """Tokens after which it is left alone for ``pause_s``."""
@@ -93,19 +102,24 @@ class SimSequence:
     end_at: tuple[int, End] | None = None
     """Tokens after which it ends in a given way, whatever was asked."""
 
+    first_token: int | None = None
+    """The first token, if prefill has handed it over. It is part of the answer, and does not come out here."""
     answer: list[int] = field(default_factory=list)
     computed: int = 0
     """Tokens whose KV is in its blocks."""
     cached: int = 0
     """Prompt tokens found in the prefix cache here."""
     external: int = 0
-    """Prompt tokens pulled from prefill."""
+    """Prompt tokens that came from prefill."""
     blocks: list[int] = field(default_factory=list)
     keys: Keys | None = None
     walk: Walk | None = None
     ended: End | None = None
     fetching: asyncio.Task[None] | None = None
+    granted: Callable[[], None] | None = None
+    """Called when it is given blocks for its KV, by a connector that opens at once."""
     pulled: bool = False
+    """Its KV has come, or will not come any more."""
     arrived_s: float = field(default_factory=time.monotonic)
     scheduled_s: float | None = None
     first_token_s: float | None = None
@@ -116,6 +130,11 @@ class SimSequence:
         """Prompt and answer so far."""
         return len(self.prompt) + len(self.answer)
 
+    @property
+    def made(self) -> int:
+        """Tokens that have come out here."""
+        return len(self.answer) - (self.first_token is not None)
+
 
 class Scheduler:
     """Runs sequences until they end. ``start`` once, ``stop`` once."""
@@ -125,25 +144,17 @@ class Scheduler:
         settings: SimSettings,
         pool: BlockPool,
         stats: Stats,
-        *,
-        pull: Callable[[SimSequence], Awaitable[None]],
-        ended: Callable[[SimSequence, End], None] = lambda *_: None,
+        connector: Connector,
     ) -> None:
-        """
-        Args:
-            pull: gets the KV of a sequence with a ``source``; raises what went wrong.
-            ended: called when a sequence has ended, before its blocks are given back.
-        """
         self._settings = settings
         self._pool = pool
         self._stats = stats
-        self._pull = pull
-        self._ended = ended
+        self._connector = connector
         self._random = random.Random(settings.seed)
         self.waiting: deque[SimSequence] = deque()
         self.running: list[SimSequence] = []
         self.fetching: set[SimSequence] = set()
-        """Have blocks, and wait for their KV."""
+        """Wait for their KV; with blocks, where the connector has asked for them."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._clock_s = 0.0
@@ -166,7 +177,32 @@ class Scheduler:
 
     def add(self, sequence: SimSequence) -> None:
         """Queues a sequence."""
-        self.waiting.append(sequence)
+        if sequence.source is not None and self._connector.opens_at_once:
+            self._begin_fetch(sequence)
+        else:
+            self.waiting.append(sequence)
+        self._wake.set()
+
+    def want_room(self, sequence: SimSequence, granted: Callable[[], None]) -> None:
+        """Queues a sequence that waits for its KV for blocks to put it in.
+
+        Args:
+            granted: called when it has them.
+        """
+        if sequence in self.fetching and not sequence.blocks:
+            sequence.granted = granted
+            self.fetching.discard(sequence)
+            self.waiting.append(sequence)
+            self._wake.set()
+
+    def leave_room(self, sequence: SimSequence) -> None:
+        """Takes back ``want_room``, granted or not."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self.fetching.add(sequence)
+        self._pool.give_back(sequence.blocks)
+        sequence.blocks = []
+        sequence.computed = 0
         self._wake.set()
 
     def wake(self) -> None:
@@ -193,7 +229,7 @@ class Scheduler:
 
     def _close(self, sequence: SimSequence, end: End) -> None:
         sequence.ended = end
-        self._ended(sequence, end)
+        self._connector.ended(sequence, end)
         self._pool.give_back(sequence.blocks)
         sequence.blocks = []
         self._stats.finished(sequence, end)
@@ -202,9 +238,9 @@ class Scheduler:
     async def _run(self) -> None:
         self._clock_s = time.monotonic()
         while True:
+            self._wake.clear()
             batch = self._plan()
             if not batch:
-                self._wake.clear()
                 await self._wake.wait()
                 self._clock_s = time.monotonic()
                 continue
@@ -237,7 +273,7 @@ class Scheduler:
             if tokens:
                 batch.append((sequence, tokens))
                 budget -= tokens
-        if preempted:
+        if preempted and batch:
             return batch
         while self.waiting and budget > 0 and len(self.running) < settings.max_num_seqs:
             sequence = self.waiting[0]
@@ -247,12 +283,20 @@ class Scheduler:
             if sequence.scheduled_s is None:
                 sequence.scheduled_s = now
             if sequence.source is not None and not sequence.pulled:
-                self.fetching.add(sequence)
-                sequence.fetching = asyncio.create_task(self._fetch(sequence), name=f"pull {sequence.name}")
+                if sequence.granted is None:
+                    self._begin_fetch(sequence)
+                else:
+                    self.fetching.add(sequence)
+                    sequence.granted()
                 continue
             self.running.append(sequence)
+            if sequence.hands_over:
+                self._connector.scheduled(sequence)
             tokens = min(sequence.total - sequence.computed, budget)
-            if self._is_paused(sequence, now) or not self._grow(sequence, sequence.computed + tokens):
+            if self._is_paused(sequence, now):
+                continue
+            if not self._grow(sequence, sequence.computed + tokens):  # it, or another, is preempted for that
+                self._wake.set()
                 continue
             batch.append((sequence, tokens))
             budget -= tokens
@@ -277,7 +321,7 @@ class Scheduler:
             return False
         sequence.blocks = blocks
         sequence.computed = begin
-        if not sequence.answer:
+        if sequence.walk is None:
             sequence.cached = begin
         return True
 
@@ -297,13 +341,23 @@ class Scheduler:
         self._pool.give_back(sequence.blocks)
         sequence.blocks = []
         sequence.computed = 0
-        if not sequence.answer:
+        if sequence.walk is None:
             sequence.external = 0  # what was pulled is lost, and vLLM pulls once
-        self.waiting.appendleft(sequence)
+        if sequence.hands_over:
+            self._connector.preempted(sequence)
+        self._queue_first(sequence)
         self._stats.preemptions += 1
 
+    def _queue_first(self, sequence: SimSequence) -> None:
+        """Queues a sequence before those that have not begun.
+
+        What has blocks stands before what has none: else this one might wait for the blocks of one behind it.
+        """
+        place = 0 if sequence.blocks else sum(bool(one.blocks) for one in self.waiting)
+        self.waiting.insert(place, sequence)
+
     def _is_paused(self, sequence: SimSequence, now: float) -> bool:
-        if sequence.pause_at is None or len(sequence.answer) < sequence.pause_at:
+        if sequence.pause_at is None or sequence.made < sequence.pause_at:
             return False
         if sequence.pause_ends_s is None:
             sequence.pause_ends_s = now + sequence.pause_s
@@ -317,7 +371,7 @@ class Scheduler:
         for sequence, tokens in batch:
             if tokens > 1 or not (sequence.answer or sequence.external):  # not a token that was just sampled or pulled
                 milliseconds += tokens * settings.prefill_ms_per_token
-                if sequence.computed == sequence.cached and not sequence.answer:
+                if sequence.computed == sequence.cached and sequence.walk is None:
                     milliseconds += settings.prefill_ms
         milliseconds *= max(sequence.slow_factor for sequence, _ in batch)
         if settings.jitter:
@@ -334,9 +388,9 @@ class Scheduler:
             self._remember(sequence, before)
             if sequence.computed < sequence.total:
                 continue
-            if not sequence.answer:
+            if sequence.walk is None:
                 self._first(sequence, now)
-            if sequence.end_at is not None and len(sequence.answer) >= sequence.end_at[0]:
+            if sequence.end_at is not None and sequence.made >= sequence.end_at[0]:
                 self.finish(sequence, sequence.end_at[1])
             else:
                 self._sample(sequence, now)
@@ -355,7 +409,7 @@ class Scheduler:
     def _first(self, sequence: SimSequence, now: float) -> None:
         settings = self._settings
         sequence.walk = Walk(
-            sequence.prompt,
+            [*sequence.prompt, *sequence.answer],
             vocab_size=settings.vocab_size,
             eos_token_id=settings.eos_token_id,
             eos_chance=settings.eos_chance,
@@ -390,26 +444,39 @@ class Scheduler:
             return End.LENGTH, None
         return None, None
 
+    def _begin_fetch(self, sequence: SimSequence) -> None:
+        self.fetching.add(sequence)
+        sequence.fetching = asyncio.create_task(self._fetch(sequence), name=f"pull {sequence.name}")
+
     async def _fetch(self, sequence: SimSequence) -> None:
-        """Pulls a sequence's KV; it runs afterwards, or ends if that failed and the policy says so."""
+        """Gets a sequence's KV; it runs afterwards, or ends if that failed and it cannot do without."""
         try:
-            await self._pull(sequence)
+            await self._connector.pull(sequence)
         except asyncio.CancelledError:
             raise
         except Exception:  # whatever it was: vLLM sees a failed transfer
             self._stats.failed_transfers += 1
-            if self._settings.kv_load_failure_policy == "fail":
+            if not self._connector.recomputes(sequence):
                 self.finish(sequence, End.ERROR)
                 return
+            self._stats.recomputed += 1
         else:
             pulled_from = sequence.computed
             sequence.external = len(sequence.prompt) - pulled_from
             sequence.computed = len(sequence.prompt)
             self._remember(sequence, pulled_from)
-            sequence.computed -= 1  # computed again, for its output
+            if sequence.first_token is None:
+                sequence.computed -= 1  # computed again, for its output
             self._stats.transferred(sequence)
         sequence.pulled = True
         sequence.fetching = None
-        self.fetching.discard(sequence)
-        self.waiting.appendleft(sequence)
+        if sequence.first_token is not None:
+            sequence.answer.append(sequence.first_token)
+            end, reason = self._end(sequence, sequence.first_token)
+            if end is not None:
+                self.finish(sequence, end, reason)
+                return
+        if sequence in self.fetching:
+            self.fetching.discard(sequence)
+            self._queue_first(sequence)
         self._wake.set()

@@ -7,8 +7,14 @@ from dataclasses import dataclass
 
 from trivet.errors import TrivetError
 
+NIXL = "NixlConnector"
+TRIVET = "TrivetConnector"
+CONNECTORS = (NIXL, TRIVET)
+"""The connectors whose hand-overs are imitated."""
+
 FIRST_WORD = 259
 """Ids below are the special tokens (0 to 2) and the 256 bytes; see ``trivet.sim.text``."""
+_TIMES = ("step_ms", "prefill_ms", "prefill_ms_per_token", "transfer_ms_per_token", "transfer_last_ms", "kv_lease_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +51,14 @@ class SimSettings:
 
     kv_transfer: bool = True
     """Whether ``kv_transfer_params`` mean anything, as with vLLM's ``--kv-transfer-config``."""
+    kv_connector: str = NIXL
+    """Whose hand-overs are imitated."""
+    kv_address: str | None = None
+    """TrivetConnector: where it listens, ``unix:`` and a path; one of its own unless given."""
     kv_load_failure_policy: str = "fail"
-    """``fail`` or ``recompute``: what a decode request does when its KV cannot be pulled."""
+    """NixlConnector: ``fail`` or ``recompute``, what a decode request does when its KV cannot be pulled."""
     kv_lease_s: float = 30.0
-    """How long prefill holds KV that nobody pulls."""
+    """How long prefill holds KV that nobody pulls, or says to want."""
     kv_bytes_per_token: int = 131072
     """What a token of KV counts in the metrics: 128 KiB, as Llama-3.1-8B in bfloat16."""
     kv_host: str | None = None
@@ -62,6 +72,8 @@ class SimSettings:
     """Added to a step for each prompt token that it computes, so that long prompts delay running answers."""
     transfer_ms_per_token: float = 0.0
     """Time to pull KV from prefill, for each token; steps go on meanwhile. The slower of both ends counts."""
+    transfer_last_ms: float = 1.0
+    """TrivetConnector: least time from prefill's end until decode has all KV. The rest moves while prefill computes."""
     jitter: float = 0.0
     """Share by which each step's time varies at random, 0 to 1."""
     seed: int = 0
@@ -81,7 +93,7 @@ class SimSettings:
         self._check("stream_interval", self.stream_interval >= 1, "at least 1")
         self._check("kv_tokens", self.kv_tokens >= self.block_size, f"at least a block ({self.block_size})")
         self._check("max_num_queued_reqs", (self.max_num_queued_reqs or 1) >= 1, "at least 1")
-        for name in ("step_ms", "prefill_ms", "prefill_ms_per_token", "transfer_ms_per_token", "kv_lease_s"):
+        for name in _TIMES:
             value = getattr(self, name)
             self._check(name, math.isfinite(value) and value >= 0, "0 or more")
         for name in ("jitter", "eos_chance"):
@@ -89,6 +101,7 @@ class SimSettings:
         self._check("vocab_size", self.vocab_size > FIRST_WORD + 100, f"above {FIRST_WORD + 100}")
         self._check("max_logprobs", self.max_logprobs >= -1, "0 or more, or -1 for the vocabulary")
         self._check("keep_requests", self.keep_requests >= 1, "at least 1")
+        self._check("kv_connector", self.kv_connector in CONNECTORS, " or ".join(CONNECTORS))
         policies = ("fail", "recompute")
         self._check("kv_load_failure_policy", self.kv_load_failure_policy in policies, " or ".join(policies))
 

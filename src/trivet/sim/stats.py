@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from trivet.sim.settings import SimSettings
+from trivet.sim.settings import TRIVET, SimSettings
 
 if TYPE_CHECKING:
     from trivet.sim.pool import BlockPool
@@ -66,6 +66,8 @@ class Stats:
         self.external_queries = 0
         self.external_hits = 0
         self.failed_transfers = 0
+        self.recomputed = 0
+        """Prompts computed here because their KV did not come."""
         self.failed_notifications = 0
         self.expired = 0
         self.late_notifications = 0
@@ -111,7 +113,7 @@ class Stats:
         self.e2e.observe(time.monotonic() - sequence.arrived_s)
 
     def transferred(self, sequence: SimSequence) -> None:
-        """A sequence's KV was pulled."""
+        """A sequence's KV has come."""
         self.transfer_bytes.observe(float(sequence.external * self._settings.kv_bytes_per_token))
         self.transfer_s.observe(sequence.external * self._settings.transfer_ms_per_token / 1000)
 
@@ -156,7 +158,9 @@ class Stats:
             ("request_queue_time_seconds", self.queue),
         ):
             lines += histogram.lines(f"vllm:{name}", labels)
-        if settings.kv_transfer:
+        if settings.kv_transfer and settings.kv_connector == TRIVET:
+            put("counter", "trivet_kv_bytes", self.transfer_bytes.sum)
+        elif settings.kv_transfer:
             lines += self.transfer_s.lines("vllm:nixl_xfer_time_seconds", labels)
             lines += self.transfer_bytes.lines("vllm:nixl_bytes_transferred", labels)
             put("counter", "nixl_num_failed_transfers", self.failed_transfers)
