@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.trivet")
 
 
 def run_first_steps_as_decode() -> bool:
@@ -23,7 +23,8 @@ def run_first_steps_as_decode() -> bool:
     runner, state = model_runner.GPUModelRunner, model_runner.BatchReqState
     count = getattr(model_runner, "get_uniform_decode_token_count", None)
     known = {"is_prefilling_np", "num_computed_prefill_tokens_np", "num_scheduled_tokens", "has_prefill"}
-    if "prefill_runs_as_decode_np" in state.__dataclass_fields__ or not known <= set(state.__dataclass_fields__):
+    fields = set(getattr(state, "_fields", ()) or getattr(state, "__dataclass_fields__", ()))
+    if "prefill_runs_as_decode_np" in fields or not known <= fields:
         return False
     if count is None or getattr(runner.gather_batch_req_state, "trivet", False):
         return False

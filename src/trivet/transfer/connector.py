@@ -19,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.logger import init_logger
 
 from trivet.transfer.backport import run_first_steps_as_decode
 from trivet.transfer.decode import DecodeSide
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-logger = init_logger("vllm.trivet")
 
 
 class TrivetConnector(KVConnectorBase_V1, SupportsHMA):

@@ -32,6 +32,7 @@ from trivet.transfer.messages import (
     Message,
     Open,
     Welcome,
+    Withdraw,
 )
 from trivet.transfer.pieces import ranges_of
 from trivet.transfer.plan import Receive, Report, StepPlan
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.trivet")
 
 _NO_BLOCK = 0
 """vLLM's null block: a place outside a sliding window."""
@@ -66,6 +67,7 @@ class _Incoming:
     takes_first_token: bool
     link: _Link
     state: _State = _State.OPENED
+    announced: bool = False
     lost: str | None = None
     """Why its KV will not come."""
     token: int | None = None
@@ -74,6 +76,10 @@ class _Incoming:
     token_taken: bool = False
     deadline_s: float = float("inf")
     """Until when what prefill has computed must be here."""
+    withdrawn: bool = False
+    """Prefill begins again: what is here is worth nothing until it announces anew."""
+    attempt: int = 0
+    """How often it was withdrawn: reports of former attempts may still be under way."""
     dropped: bool = False
     """The workers were told to stop."""
     has_all: bool = False
@@ -187,6 +193,7 @@ class DecodeSide:
                 Receive(
                     incoming.transfer,
                     request.request_id,
+                    incoming.attempt,
                     tuple(incoming.link.data_paths),
                     incoming.link.prefill_engine,
                     ids,
@@ -210,7 +217,7 @@ class DecodeSide:
                 if incoming.state is _State.LOADING and not incoming.dropped and not incoming.fails:
                     if incoming.deadline_s < now_s:
                         incoming.lost = incoming.lost or f"it did not arrive within {self._settings.lease_s:g} s"
-                    if incoming.lost is not None or incoming.aborted:
+                    if incoming.lost is not None or incoming.aborted or incoming.withdrawn:
                         incoming.dropped = True
                         self._dropped.append(incoming.transfer)
             plan = StepPlan(
@@ -227,7 +234,8 @@ class DecodeSide:
             if not isinstance(message, Landed):
                 raise ValueError(f"a {type(message).__name__} from a worker")
             with self.lock:
-                if (incoming := self._incoming.get(message.request_id)) is not None:
+                incoming = self._incoming.get(message.request_id)
+                if incoming is not None and incoming.attempt == message.attempt:
                     incoming.landed_at.add(message.rank)
 
     def update(self, output: KVConnectorOutput) -> None:
@@ -239,8 +247,10 @@ class DecodeSide:
             for request_id, incoming in list(self._incoming.items()):
                 if incoming.state is not _State.LOADING:
                     continue
-                landed = max(report.landed.get(request_id, 0), len(incoming.landed_at))
-                stopped = report.stopped.get(request_id, 0)
+                landed, stopped = len(incoming.landed_at), 0
+                if report.attempts.get(request_id) == incoming.attempt:
+                    landed = max(landed, report.landed.get(request_id, 0))
+                    stopped = report.stopped.get(request_id, 0)
                 if stopped and not incoming.dropped:  # one rank failed: the others must stop as well
                     incoming.lost = incoming.lost or report.reasons.get(request_id, "its transfer failed")
                 if (
@@ -260,6 +270,13 @@ class DecodeSide:
         if incoming.aborted:
             self._settle(incoming)
             return True
+        if incoming.withdrawn and incoming.lost is None and not complete:
+            self._give_blocks_back(incoming)
+            incoming.state = _State.ANNOUNCED if incoming.announced else _State.OPENED
+            incoming.withdrawn = incoming.dropped = False
+            incoming.landed_at.clear()
+            incoming.attempt += 1
+            return True
         if incoming.takes_first_token and not incoming.token_known:
             if not incoming.link.ended:
                 return False
@@ -273,11 +290,15 @@ class DecodeSide:
             self._take_first_token(incoming)
             self._settle(incoming)
             return True
-        assert self._manager is not None
-        self._manager.free(request)  # what came is of no use; vLLM then begins with what is cached here
-        request.num_computed_tokens = 0
+        self._give_blocks_back(incoming)
         self._recompute(incoming, request.num_prompt_tokens - incoming.cached_tokens)
         return True
+
+    def _give_blocks_back(self, incoming: _Incoming) -> None:
+        """What came is of no use; vLLM then begins with what is cached here."""
+        assert self._manager is not None
+        self._manager.free(incoming.request)
+        incoming.request.num_computed_tokens = 0
 
     def _recompute(self, incoming: _Incoming, tokens: int) -> None:
         logger.warning(
@@ -411,8 +432,15 @@ class _Link:
             return
         match message:
             case Announce():
+                incoming.announced = True
                 if incoming.state is _State.OPENED:
                     incoming.state = _State.ANNOUNCED
+            case Withdraw():
+                incoming.announced = False
+                if incoming.state is _State.ANNOUNCED:
+                    incoming.state = _State.OPENED
+                elif incoming.state is _State.LOADING:
+                    incoming.withdrawn = True
             case First():
                 incoming.token, incoming.token_known = message.token, True
                 self._side.trace.mark("decode", incoming.transfer, "prefill is done")

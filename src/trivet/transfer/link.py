@@ -18,7 +18,7 @@ from pathlib import Path
 
 from trivet.transfer.messages import Message, decode, encode
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.trivet")
 
 _LENGTH = struct.Struct("!I")
 _LONGEST_BYTES = 64 * 2**20

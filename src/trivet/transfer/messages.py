@@ -65,6 +65,12 @@ class Announce(_Message, frozen=True):
     transfer: str
 
 
+class Withdraw(_Message, frozen=True):
+    """Prefill lost the prompt's blocks and begins again later: decode must not keep blocks for it meanwhile."""
+
+    transfer: str
+
+
 class First(_Message, frozen=True):
     """Prefill is done with its request; all KV is computed."""
 
@@ -159,6 +165,7 @@ class Landed(_Message, frozen=True):
     """All KV of a request is there, at one rank."""
 
     request_id: str
+    attempt: int
     rank: int
 
 
@@ -169,6 +176,7 @@ Message: TypeAlias = (
     | Close
     | Alive
     | Announce
+    | Withdraw
     | First
     | Lost
     | Try

@@ -29,6 +29,8 @@ class Receive:
 
     transfer: str
     request_id: str
+    attempt: int
+    """From 0: prefill may have to begin again."""
     data_paths: tuple[str, ...]
     """Where prefill's workers listen, by rank."""
     prefill_engine: str
@@ -69,12 +71,17 @@ class Report(KVConnectorWorkerMetadata):
     """The same, where nothing is written any more and not all is there."""
     reasons: dict[str, str] = field(default_factory=dict)
     """Why, by request id."""
+    attempts: dict[str, int] = field(default_factory=dict)
+    """Which attempt of each request this tells of."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Both ranks' reports as one."""
         assert isinstance(other, Report)
         return Report(
-            _sum(self.landed, other.landed), _sum(self.stopped, other.stopped), {**other.reasons, **self.reasons}
+            _sum(self.landed, other.landed),
+            _sum(self.stopped, other.stopped),
+            {**other.reasons, **self.reasons},
+            {**other.attempts, **self.attempts},
         )
 
 

@@ -11,7 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from trivet.transfer.identity import difference
 from trivet.transfer.link import Connection, Listener
-from trivet.transfer.messages import PROTOCOL, Alive, Announce, Close, First, Hello, Lost, Message, Open, Welcome
+from trivet.transfer.messages import (
+    PROTOCOL,
+    Alive,
+    Announce,
+    Close,
+    First,
+    Hello,
+    Lost,
+    Message,
+    Open,
+    Welcome,
+    Withdraw,
+)
 from trivet.transfer.plan import Chunk, StepPlan
 from trivet.transfer.settings import Settings
 from trivet.transfer.stats import Counts
@@ -21,7 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.trivet")
 
 _REMEMBERED = 4096
 """Ended transfers that are still known, so that who opens one late is told."""
@@ -217,8 +229,10 @@ class PrefillSide:
                             outgoing.opener.connection.send(Lost(outgoing.transfer, "its lease has ended"))
                         self._drop(outgoing, "its lease has ended")
                 elif outgoing.request.status.name == "PREEMPTED" and not outgoing.preempted:
-                    outgoing.preempted, outgoing.prompt_done = True, False
+                    outgoing.preempted, outgoing.prompt_done, outgoing.announced = True, False, False
                     preempted.append(outgoing.transfer)
+                    if outgoing.opener is not None:
+                        outgoing.opener.connection.send(Withdraw(outgoing.transfer))
             step, self._step = self._step, _Step()
             return StepPlan(chunks, tuple(preempted), tuple(step.finished), tuple(step.dropped))
 

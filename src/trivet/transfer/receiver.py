@@ -27,7 +27,7 @@ from trivet.transfer.settings import Settings
 from trivet.transfer.stats import Counts
 from trivet.transfer.trace import Trace
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.trivet")
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +100,7 @@ class Receiver:
             return None
         report = Report()
         for request_id, receiving in self._receiving.items():
+            report.attempts[request_id] = receiving.receive.attempt
             if receiving.landed:
                 report.landed[request_id] = 1
             elif receiving.ended is not None and receiving.writing.acquire(blocking=False):
@@ -130,12 +131,12 @@ class Receiver:
 
     # --- for the peers' threads
 
-    def notify(self, request_id: str) -> None:
+    def notify(self, receive: Receive) -> None:
         """Tells the scheduler side at once. vLLM brings the same with a step's output, which may be two steps later."""
         with self._notifying, contextlib.suppress(OSError):
             if self._notices is None or self._notices.closed:
                 self._notices = Connection.to(self._settings.notice_path)
-            self._notices.send(Landed(request_id, self._rank))
+            self._notices.send(Landed(receive.request_id, receive.attempt, self._rank))
 
     def open(self, connection: Connection) -> tuple[str, Window]:
         """Agrees with a prefill worker on a mover.
@@ -326,7 +327,7 @@ class _Peer:
                         logger.error("TrivetConnector: transfer %s: %s", piece.transfer, receiving.ended)
                     elif receiving.arrivals.is_complete():
                         receiving.landed = True
-                        self._receiver.notify(receiving.receive.request_id)
+                        self._receiver.notify(receiving.receive)
             if receiving.landed or receiving.ended is not None:
                 with self._lock:
                     self._reading.pop(piece.transfer, None)

@@ -29,7 +29,7 @@ from trivet.transfer.settings import Settings
 from trivet.transfer.stats import Counts
 from trivet.transfer.trace import Trace
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.trivet")
 
 _FEWEST_GROUPS = 4
 """Into at least so many groups of layers a chunk is cut, that something overlaps and the last group is small."""
