@@ -13,6 +13,8 @@ from trivet.connectors import CONNECTORS
 _NIXL, _TRIVET = "NixlConnector", "TrivetConnector"
 _DEFAULT_BLOCK_TOKENS = {"cuda": 16, "cpu": 128}
 """vLLM's block size where nobody names one."""
+GATEWAY_WORKERS = {"cuda": 4, "cpu": 1}
+"""A GPU host has cores to spare: what one worker parses then does not delay the streams of the others."""
 _DUMMY_ON_CUDA = (
     "--load-format", "dummy",
     "--no-enable-prefix-caching",
@@ -103,7 +105,7 @@ def split_topology(
             tier: {"device": device, "engines": [{"name": tier, "port": port, **place}]}
             for tier, port, place in zip(("prefill", "decode"), (ports.prefill, ports.decode), places, strict=True)
         },
-        "gateway": {"port": ports.gateway, "drain_s": 1},
+        "gateway": {"port": ports.gateway, "drain_s": 1, "workers": GATEWAY_WORKERS[device]},
     }
 
 
@@ -114,7 +116,7 @@ def colocated_topology(ports: Ports, *, model: str, device: str, max_length: int
     return {
         "model": {"name": model, "served_names": [MODEL], "max_length": max_length},
         "tiers": {"mixed": {"engines": engines}},
-        "gateway": {"port": ports.colocated_gateway, "drain_s": 1},
+        "gateway": {"port": ports.colocated_gateway, "drain_s": 1, "workers": GATEWAY_WORKERS[device]},
     }
 
 

@@ -69,6 +69,7 @@ class Receiver:
         self._failed: set[str] = set()
         self._notices: Connection | None = None
         self._notifying = threading.Lock()
+        self._closed = False
 
     def begin(self, plan: StepPlan) -> None:
         """Before a step is computed."""
@@ -118,6 +119,10 @@ class Receiver:
         """Ends its threads and gives memory back."""
         for peer in list(self._peers.values()):
             peer.close()
+        with self._notifying:
+            self._closed = True
+            if self._notices is not None:
+                self._notices.close()
 
     def _peer(self, receive: Receive) -> _Peer:
         peer = self._peers.get(receive.prefill_engine)
@@ -134,6 +139,8 @@ class Receiver:
     def notify(self, receive: Receive) -> None:
         """Tells the scheduler side at once. vLLM brings the same with a step's output, which may be two steps later."""
         with self._notifying, contextlib.suppress(OSError):
+            if self._closed:
+                return
             if self._notices is None or self._notices.closed:
                 self._notices = Connection.to(self._settings.notice_path)
             self._notices.send(Landed(receive.request_id, receive.attempt, self._rank))

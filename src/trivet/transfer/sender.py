@@ -147,15 +147,16 @@ class Sender:
         """A layer's attention has been launched."""
         if not self._chunks:
             return
-        index = self._pages.index.get(name, -1)
-        end = index + 1
-        if index == self._next_layer + self._stride - 1 and end < len(self._pages.layers):
+        end = self._pages.index.get(name, -1) + 1
+        # The last layer's event also stands for those before it that no hook saw: the stream runs in order.
+        if end == self._next_layer + self._stride or end == len(self._pages.layers):
             self._emit(end)
 
     def step_done(self) -> None:
         """All layers have been launched, those among them that no hook saw (a CUDA graph of the whole step)."""
         if self._chunks:
-            self._emit(len(self._pages.layers))
+            if self._next_layer < len(self._pages.layers):
+                self._emit(len(self._pages.layers))
             self._chunks = ()
 
     def take_sent(self) -> set[str]:

@@ -27,8 +27,9 @@ class SharedMemory:
             if self._own:
                 os.posix_fallocate(self.file, 0, size)  # or a full machine would show as a bus error, later
             self._map = mmap.mmap(self.file, size)
-        except OSError as error:
-            raise MoverError(f"{name}: {size / 2**20:.0f} MiB of shared memory: {error.strerror or error}") from error
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise MoverError(f"{name}: {size / 2**20:.0f} MiB of shared memory: {why}") from error
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def close(self) -> None:
