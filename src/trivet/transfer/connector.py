@@ -129,8 +129,8 @@ class TrivetConnector(KVConnectorBase_V1, SupportsHMA):
         plan = self._prefill.plan(scheduler_output) if self._prefill is not None else StepPlan()
         if self._decode is not None:
             other = self._decode.plan()
-            plan.receives, plan.failed, plan.forget = other.receives, other.failed, other.forget
-            plan.dropped += other.dropped
+            plan.receives, plan.given_up = other.receives, other.given_up
+            plan.failed, plan.forget = other.failed, other.forget
         return plan
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -73,6 +73,8 @@ class _Incoming:
     token: int | None = None
     token_known: bool = False
     """Prefill is done: ``token`` is what there will ever be."""
+    token_lost: bool = False
+    """Prefill will never say it."""
     token_taken: bool = False
     deadline_s: float = float("inf")
     """Until when what prefill has computed must be here."""
@@ -121,7 +123,7 @@ class DecodeSide:
         self._incoming: dict[str, _Incoming] = {}
         """By request id."""
         self._receives: list[Receive] = []
-        self._dropped: list[str] = []
+        self._given_up: list[tuple[str, int]] = []
         self._failed: list[str] = []
         self._forget: list[str] = []
         self._notices = Listener(settings.notice_path, self._hear_workers, "trivet-notices")
@@ -162,7 +164,7 @@ class DecodeSide:
                 return 0, False
             if incoming.lost is not None:
                 if incoming.takes_first_token and not incoming.token_known:
-                    if not incoming.link.ended:
+                    if not (incoming.link.ended or incoming.token_lost):
                         return None, False  # prefill lives and will say
                     incoming.fails = True  # vLLM ends with an error only what it waits for
                 elif not incoming.fails:
@@ -219,14 +221,14 @@ class DecodeSide:
                         incoming.lost = incoming.lost or f"it did not arrive within {self._settings.lease_s:g} s"
                     if incoming.lost is not None or incoming.aborted or incoming.withdrawn:
                         incoming.dropped = True
-                        self._dropped.append(incoming.transfer)
+                        self._given_up.append((incoming.request.request_id, incoming.attempt))
             plan = StepPlan(
                 receives=tuple(self._receives),
-                dropped=tuple(self._dropped),
+                given_up=tuple(self._given_up),
                 failed=tuple(self._failed),
                 forget=tuple(self._forget),
             )
-            self._receives, self._dropped, self._failed, self._forget = [], [], [], []
+            self._receives, self._given_up, self._failed, self._forget = [], [], [], []
             return plan
 
     def _hear_workers(self, connection: Connection) -> None:
@@ -278,7 +280,7 @@ class DecodeSide:
             incoming.attempt += 1
             return True
         if incoming.takes_first_token and not incoming.token_known:
-            if not incoming.link.ended:
+            if not (incoming.link.ended or incoming.token_lost):
                 return False
             if not incoming.fails:
                 incoming.fails = True
@@ -355,7 +357,7 @@ class DecodeSide:
 def _kind(incoming: _Incoming) -> str:
     """The reason as a metric's label: few values."""
     lost = incoming.lost or ""
-    for word in ("differ", "checksum", "cannot be reached", "no mover", "did not arrive", "lease", "gone", "ended"):
+    for word in ("checksum", "differ", "cannot be reached", "no mover", "did not arrive", "lease", "gone", "ended"):
         if word in lost:
             return word
     return "other"
@@ -447,6 +449,7 @@ class _Link:
                 incoming.deadline_s = time.monotonic() + self._side._settings.lease_s
             case Lost():
                 incoming.lost = incoming.lost or message.why
+                incoming.token_lost = not message.first_comes and not incoming.token_known
             case _:
                 raise ValueError(f"a {type(message).__name__} on a link")
 

@@ -84,6 +84,8 @@ class Lost(_Message, frozen=True):
 
     transfer: str
     why: str
+    first_comes: bool = False
+    """Prefill computes the prompt all the same, and will say ``First``."""
 
 
 # --- the data link: decode's worker to prefill's -------------------------------------------------------------
@@ -122,6 +124,8 @@ class Want(_Message, frozen=True):
     """The blocks of a transfer that decode lacks: for each cache group, ranges of block indexes of the prompt."""
 
     transfer: str
+    attempt: int
+    """Which of decode's attempts this is: words and pieces of a former one may still be under way."""
     ranges: list[list[tuple[int, int]]]
 
 
@@ -129,6 +133,7 @@ class Piece(_Message, frozen=True):
     """A slot of the staging holds this: for each layer in turn the blocks of ``ranges`` in order."""
 
     transfer: str
+    attempt: int
     slot: int
     bytes: int
     group: int
@@ -150,12 +155,14 @@ class Got(_Message, frozen=True):
     """Every wanted block of every layer is there: prefill may forget the transfer."""
 
     transfer: str
+    attempt: int
 
 
 class Stop(_Message, frozen=True):
     """Decode does not read this transfer any more."""
 
     transfer: str
+    attempt: int
 
 
 # --- decode's workers to their own scheduler side -----------------------------------------------------------

@@ -50,8 +50,10 @@ class StepPlan(KVConnectorMetadata):
     finished: tuple[str, ...] = ()
     """Transfers whose prefill is done; their blocks are kept until they are reported as sent."""
     dropped: tuple[str, ...] = ()
-    """Transfers that nobody wants any more: of prefill (blocks may be kept), or of decode (KV is arriving)."""
+    """Transfers of a prefill engine that nobody wants any more; their blocks may be kept until then."""
     receives: tuple[Receive, ...] = ()
+    given_up: tuple[tuple[str, int], ...] = ()
+    """Request ids and attempts of a decode engine into whose blocks nothing more is to be written."""
     failed: tuple[str, ...] = ()
     """Request ids of a decode engine that must end with an error."""
     forget: tuple[str, ...] = ()

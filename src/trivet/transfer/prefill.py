@@ -167,7 +167,7 @@ class PrefillSide:
         outgoing.problem = link.problem or outgoing.problem
         outgoing.deadline_s = time.monotonic() + self._settings.lease_s
         if outgoing.problem is not None:
-            link.connection.send(Lost(outgoing.transfer, outgoing.problem))
+            link.connection.send(Lost(outgoing.transfer, outgoing.problem, first_comes=True))
         elif outgoing.announced:
             link.connection.send(Announce(outgoing.transfer))
         if outgoing.finished:

@@ -29,6 +29,8 @@ from trivet.transfer.trace import Trace
 
 logger = logging.getLogger("vllm.trivet")
 
+_GIVEN_UP = "given up"
+
 
 @dataclass(slots=True, eq=False)
 class _Receiving:
@@ -79,6 +81,12 @@ class Receiver:
 
     def start(self, plan: StepPlan) -> None:
         """Behind a step's computation, on the engine's stream."""
+        for request_id, attempt in plan.given_up:
+            receiving = self._receiving.get(request_id)
+            if receiving is not None and receiving.receive.attempt == attempt and not receiving.landed:
+                receiving.ended = receiving.ended or _GIVEN_UP
+                if (peer := self._peers.get(receiving.receive.prefill_engine)) is not None:
+                    peer.give_up(receiving)
         for receive in plan.receives:
             after = None
             if self._pages.device.type == "cuda":
@@ -87,13 +95,10 @@ class Receiver:
             arrivals = Arrivals([layer.group for layer in self._pages.layers], receive.wanted)
             receiving = _Receiving(receive, arrivals, time.monotonic_ns(), after)
             self._receiving[receive.request_id] = receiving
-            self._peer(receive).submit(receiving)
-        for name in plan.dropped:
-            for receiving in self._receiving.values():
-                if receiving.receive.transfer == name and not receiving.landed:
-                    receiving.ended = receiving.ended or "given up"
-                    if (peer := self._peers.get(receiving.receive.prefill_engine)) is not None:
-                        peer.give_up(receiving)
+            if (receive.request_id, receive.attempt) in plan.given_up:
+                receiving.ended = _GIVEN_UP
+            else:
+                self._peer(receive).submit(receiving)
 
     def report(self) -> Report | None:
         """What is settled and not read yet; None while nothing is received."""
@@ -243,13 +248,14 @@ class _Peer:
         """Submitted before the connection stood."""
         self._reading: dict[str, _Receiving] = {}
         self.ended = False
+        self._why = "prefill's worker is gone"
         threading.Thread(target=self._run, name="trivet-receiver", daemon=True).start()
 
     def submit(self, receiving: _Receiving) -> None:
         """Asks prefill for it."""
         with self._lock:
             if self.ended:
-                receiving.ended = "prefill's worker is gone"
+                receiving.ended = self._why
                 return
             self._reading[receiving.receive.transfer] = receiving
             if self._connection is None:
@@ -260,10 +266,11 @@ class _Peer:
     def give_up(self, receiving: _Receiving) -> None:
         """Tells prefill that it is not wanted any more."""
         with self._lock:
-            self._reading.pop(receiving.receive.transfer, None)
+            if self._reading.get(receiving.receive.transfer) is receiving:
+                del self._reading[receiving.receive.transfer]
             connection = self._connection
         if connection is not None:
-            connection.send(Stop(receiving.receive.transfer))
+            connection.send(Stop(receiving.receive.transfer, receiving.receive.attempt))
 
     def close(self) -> None:
         """Closes the connection, which ends the thread."""
@@ -273,15 +280,14 @@ class _Peer:
             connection.close()
 
     def _want(self, connection: Connection, receiving: _Receiving) -> None:
-        ranges = [list(one) for one in receiving.receive.wanted]
-        connection.send(Want(receiving.receive.transfer, ranges))
+        receive = receiving.receive
+        connection.send(Want(receive.transfer, receive.attempt, [list(one) for one in receive.wanted]))
         if receiving.arrivals.is_complete():  # nothing is wanted
             receiving.landed = True
-            connection.send(Got(receiving.receive.transfer))
+            self._receiver.notify(receive)
 
     @torch.inference_mode()
     def _run(self) -> None:
-        why = "prefill's worker is gone"
         connection: Connection | None = None
         window: Window | None = None
         try:
@@ -300,13 +306,13 @@ class _Peer:
                         raise ValueError(f"a {type(message).__name__} from prefill's worker")
                     self._read(connection, mover, window, message)
         except MoverError as error:
-            why = f"no mover between prefill and decode: {error}"
-            logger.error("TrivetConnector: %s", why)
+            self._why = f"no mover between prefill and decode: {error}"
+            logger.error("TrivetConnector: %s", self._why)
         except OSError as error:
-            why = f"prefill's worker cannot be reached at {self._path}: {error.strerror or error}"
-            logger.error("TrivetConnector: %s", why)
+            self._why = f"prefill's worker cannot be reached at {self._path}: {error.strerror or error}"
+            logger.error("TrivetConnector: %s", self._why)
         except Exception as error:
-            why = f"receiving failed: {error}"
+            self._why = f"receiving failed: {error}"
             logger.exception("TrivetConnector: receiving failed")
         finally:
             with self._lock:
@@ -315,7 +321,7 @@ class _Peer:
                 self._reading = {}
             for receiving in left:
                 if not receiving.landed:
-                    receiving.ended = receiving.ended or why
+                    receiving.ended = receiving.ended or self._why
             if connection is not None:
                 connection.close()
             if window is not None:
@@ -325,7 +331,7 @@ class _Peer:
     def _read(self, connection: Connection, mover: str, window: Window, piece: Piece) -> None:
         with self._lock:
             receiving = self._reading.get(piece.transfer)
-        if receiving is not None:
+        if receiving is not None and receiving.receive.attempt == piece.attempt:
             with receiving.writing:
                 if receiving.ended is None:
                     problem = self._receiver.write(mover, window, receiving, piece)
@@ -337,8 +343,10 @@ class _Peer:
                         self._receiver.notify(receiving.receive)
             if receiving.landed or receiving.ended is not None:
                 with self._lock:
-                    self._reading.pop(piece.transfer, None)
+                    if self._reading.get(piece.transfer) is receiving:
+                        del self._reading[piece.transfer]
                 connection.send(Took(piece.slot))
-                connection.send(Got(piece.transfer) if receiving.landed else Stop(piece.transfer))
+                last = Got if receiving.landed else Stop
+                connection.send(last(piece.transfer, piece.attempt))
                 return
         connection.send(Took(piece.slot))

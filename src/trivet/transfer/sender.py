@@ -64,8 +64,10 @@ class _Transfer:
     coverage: Coverage
     blocks: list[list[int]]
     peer: _Peer | None = None
-    epoch: int = 0
-    """Changes when its blocks are taken away: a piece that was being gathered then is void."""
+    attempt: int = 0
+    """Of decode's, that is served."""
+    losses: int = 0
+    """How often its blocks were taken away, as far as the sending thread has heard."""
     finished: bool = False
     got: bool = False
     last_computed_ns: int = 0
@@ -108,6 +110,9 @@ class Sender:
         """What the engine's main thread says, in its order."""
         self._notes: queue.SimpleQueue[StepPlan | _Ready | _Said | None] = queue.SimpleQueue()
         """The same once it has happened on the device, and what peers say."""
+        self._losses: dict[str, int] = {}
+        """How often a transfer's blocks were taken away, by the engine's main thread, at once: the sending thread may
+        hear of it later, and must not read them meanwhile."""
         self._sent: set[str] = set()
         self._lock = threading.Lock()
         self._chunks: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -125,8 +130,7 @@ class Sender:
     def begin(self, plan: StepPlan) -> None:
         """Before a step is computed."""
         for name in (*plan.preempted, *plan.dropped):
-            if (transfer := self._transfers.get(name)) is not None:
-                transfer.epoch += 1
+            self._losses[name] = self._losses.get(name, 0) + 1
         if plan.chunks or plan.preempted or plan.finished or plan.dropped:
             self._launched.put(plan)
         self._chunks, self._next_layer = (), 0
@@ -172,6 +176,8 @@ class Sender:
         self._listener.close()
         self._launched.put(None)
         self._thread.join(timeout=5)
+        for peer in list(self._peers):
+            peer.connection.close()
 
     def _emit(self, end: int) -> None:
         event = None
@@ -219,7 +225,7 @@ class Sender:
                         case _Ready():
                             self._computed(note)
                         case _Said():
-                            self._hear(note.peer, note.message)
+                            self._hear_or_cut_off(note.peer, note.message)
                     self._pump()
                 except Exception:  # one transfer's fault must not end those of others
                     logger.exception("TrivetConnector: sending failed")
@@ -239,6 +245,7 @@ class Sender:
     def _apply(self, plan: StepPlan) -> None:
         for name in plan.preempted:
             if (transfer := self._transfers.get(name)) is not None:
+                transfer.losses += 1
                 transfer.coverage.reset_ready()
                 transfer.ids.clear()
         for chunk in plan.chunks:
@@ -264,9 +271,11 @@ class Sender:
         for name in plan.dropped:
             if (transfer := self._transfers.get(name)) is not None:
                 self._end(transfer)
+            self._losses.pop(name, None)
 
     def _end(self, transfer: _Transfer) -> None:
         del self._transfers[transfer.name]
+        self._losses.pop(transfer.name, None)
         if transfer.finished:  # else its blocks went with its request
             with self._lock:
                 self._sent.add(transfer.request_id)
@@ -278,6 +287,13 @@ class Sender:
                 transfer.coverage.ready(ready.layers, blocks)
                 transfer.last_computed_ns = now_ns
                 self._trace.mark("prefill", name, f"layers to {ready.layers.stop} computed", now_ns)
+
+    def _hear_or_cut_off(self, peer: _Peer, message: Message | None) -> None:
+        try:
+            self._hear(peer, message)
+        except ValueError as error:
+            logger.error("TrivetConnector: decode engine %s was cut off: %s", peer.engine_id, error)
+            peer.connection.close()
 
     def _hear(self, peer: _Peer, message: Message | None) -> None:
         match message:
@@ -296,18 +312,24 @@ class Sender:
                     del pool.lent[message.slot]
                     pool.free.append(message.slot)
             case Got():
-                if (transfer := self._transfers.get(message.transfer)) is not None and transfer.peer is peer:
+                if (transfer := self._served(peer, message.transfer, message.attempt)) is not None:
                     transfer.got = True
                     if transfer.finished:
                         self._end(transfer)
             case Stop():
-                peer.early.pop(message.transfer, None)
-                if (transfer := self._transfers.get(message.transfer)) is not None and transfer.peer is peer:
+                early = peer.early.get(message.transfer)
+                if early is not None and early.attempt == message.attempt:
+                    del peer.early[message.transfer]
+                if (transfer := self._served(peer, message.transfer, message.attempt)) is not None:
                     transfer.peer = None
             case None:
                 self._forget(peer)
             case _:
                 raise ValueError(f"a {type(message).__name__} on a data link")
+
+    def _served(self, peer: _Peer, name: str, attempt: int) -> _Transfer | None:
+        transfer = self._transfers.get(name)
+        return transfer if transfer is not None and transfer.peer is peer and transfer.attempt == attempt else None
 
     def _offer(self, peer: _Peer, message: Try) -> None:
         peer.engine_id = message.engine_id
@@ -316,12 +338,16 @@ class Sender:
             if message.mover not in self._movers:
                 raise MoverError(f"{message.mover} is not among prefill's movers ({', '.join(self._movers)})")
             offered = self._pool(message.mover).staging.offered()
-        except MoverError as error:
-            peer.connection.send(Cannot(message.mover, str(error)))
+        except Exception as error:  # whatever it is, decode must not wait for an answer
+            if not isinstance(error, MoverError):
+                logger.exception("TrivetConnector: %s cannot run", message.mover)
+            peer.connection.send(Cannot(message.mover, str(error) or type(error).__name__))
             return
         peer.connection.send(Offer(message.mover, dict(offered.window)), offered.files)
 
     def _use(self, peer: _Peer, message: Use) -> None:
+        if message.mover not in self._pools:
+            raise ValueError(f"decode engine {peer.engine_id} uses {message.mover}, which it was not offered")
         peer.mover = message.mover
         for name, why in message.rejected.items():
             logger.warning("TrivetConnector: no %s to decode engine %s: %s", name, peer.engine_id, why)
@@ -337,9 +363,11 @@ class Sender:
 
     def _want(self, peer: _Peer, message: Want) -> None:
         transfer = self._transfers[message.transfer]
-        transfer.peer = peer
-        transfer.got = False
+        transfer.peer, transfer.attempt = peer, message.attempt
         transfer.coverage.want(message.ranges)
+        transfer.got = transfer.coverage.is_complete()  # it may lack nothing
+        if transfer.got and transfer.finished:
+            self._end(transfer)
 
     def _forget(self, peer: _Peer) -> None:
         self._peers.discard(peer)
@@ -355,20 +383,26 @@ class Sender:
         """Sends what is ready, the oldest transfer first, while slots are free."""
         for transfer in list(self._transfers.values()):
             peer = transfer.peer
-            if peer is None or peer.mover is None:
+            if peer is None or peer.mover is None or transfer.got:
                 continue
             pool = self._pools[peer.mover]
-            while transfer.peer is peer and (cut := transfer.coverage.next(self._slot_bytes)) is not None:
+            while transfer.peer is peer and not self._is_void(transfer):
+                if (cut := transfer.coverage.next(self._slot_bytes)) is None:
+                    break
                 if not pool.free:
                     self._counts.waited_for_slot()
                     break
                 if not self._send(transfer, peer, pool, cut):
                     break
 
+    def _is_void(self, transfer: _Transfer) -> bool:
+        """Whether its blocks were taken away and the word of it is still under way."""
+        return self._losses.get(transfer.name, 0) != transfer.losses
+
     def _send(self, transfer: _Transfer, peer: _Peer, pool: _Pool, cut: Cut) -> bool:
         assert transfer.coverage.wanted is not None
         ranges = part(transfer.coverage.wanted[cut.group], cut.start, cut.end)
-        epoch, start_ns = transfer.epoch, time.monotonic_ns()
+        start_ns = time.monotonic_ns()
         ids = self._ids(transfer, cut, ranges)
         size = self._pages.bytes_of(cut.layers, cut.end - cut.start)
         slot = pool.free.popleft()
@@ -380,12 +414,13 @@ class Sender:
                 sums.append(checksum(memory))
 
         pool.staging.write(slot, size, fill)
-        if transfer.epoch != epoch:
+        if self._is_void(transfer):  # the blocks may have been written over while they were read
             pool.free.append(slot)
             return False
         pool.lent[slot] = peer
         piece = Piece(
             transfer.name,
+            transfer.attempt,
             slot,
             size,
             cut.group,

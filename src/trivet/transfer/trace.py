@@ -26,9 +26,12 @@ class Trace:
         """
         self._file: int | None = None
         self._pid = os.getpid()
+        self._threads: set[str] = set()
         if path := os.environ.get(VARIABLE):
             with contextlib.suppress(FileExistsError):  # whoever makes the file writes the bracket
-                os.write(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), b"[\n")
+                made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+                os.write(made, b"[\n")
+                os.close(made)
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
             self._write({"ph": "M", "name": "process_name", "args": {"name": engine}})
 
@@ -56,5 +59,13 @@ class Trace:
 
     def _write(self, event: dict[str, object]) -> None:
         assert self._file is not None
-        thread = zlib.crc32(threading.current_thread().name.encode()) % 100_000
-        os.write(self._file, json.dumps({"pid": self._pid, "tid": thread, **event}).encode() + b",\n")
+        name = threading.current_thread().name
+        where = {"pid": self._pid, "tid": zlib.crc32(name.encode()) % 100_000}
+        if name not in self._threads:
+            self._threads.add(name)
+            self._append({**where, "ph": "M", "name": "thread_name", "args": {"name": name}})
+        self._append({**where, **event})
+
+    def _append(self, event: dict[str, object]) -> None:
+        assert self._file is not None
+        os.write(self._file, json.dumps(event).encode() + b",\n")

@@ -21,13 +21,16 @@ class SharedMemory:
         Raises:
             MoverError: there is not so much memory.
         """
-        self._own = file is None
         try:
             self.file = os.memfd_create(f"trivet-{name}") if file is None else os.dup(file)
-            if self._own:
+        except OSError as error:
+            raise MoverError(f"{name}: no shared memory: {error.strerror or error}") from error
+        try:
+            if file is None:
                 os.posix_fallocate(self.file, 0, size)  # or a full machine would show as a bus error, later
             self._map = mmap.mmap(self.file, size)
         except (OSError, ValueError) as error:
+            os.close(self.file)
             why = getattr(error, "strerror", None) or error
             raise MoverError(f"{name}: {size / 2**20:.0f} MiB of shared memory: {why}") from error
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)

@@ -37,8 +37,12 @@ class _PinnedMemory:
     def __init__(self, device: torch.device, size: int, file: int | None) -> None:
         self._runtime = Runtime()
         self.memory = SharedMemory("pinned", size, file)
-        with torch.cuda.device(device):
-            self._runtime.register(self.memory.bytes.data_ptr(), size)
+        try:
+            with torch.cuda.device(device):
+                self._runtime.register(self.memory.bytes.data_ptr(), size)
+        except MoverError:
+            self.memory.close()
+            raise
 
     def close(self) -> None:
         self._runtime.unregister(self.memory.bytes.data_ptr())
@@ -77,7 +81,11 @@ class PinnedWindow:
         self._slot_bytes = slot_bytes
         self._pinned = _PinnedMemory(device, slots * slot_bytes + PROOF_BYTES, file)
         self._scratch = torch.empty(slot_bytes, dtype=torch.uint8, device=device)
-        prove("pinned", self._pinned.memory.bytes[slots * slot_bytes :])
+        try:
+            prove("pinned", self._pinned.memory.bytes[slots * slot_bytes :])
+        except MoverError:
+            self._pinned.close()
+            raise
 
     def read(self, slot: int, size: int) -> torch.Tensor:
         """See ``Window``."""

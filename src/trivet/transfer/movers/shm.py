@@ -56,7 +56,11 @@ class ShmWindow:
     def __init__(self, slots: int, slot_bytes: int, file: int) -> None:
         self._slot_bytes = slot_bytes
         self._memory = SharedMemory("shm", slots * slot_bytes + PROOF_BYTES, file)
-        prove("shm", self._memory.bytes[slots * slot_bytes :])
+        try:
+            prove("shm", self._memory.bytes[slots * slot_bytes :])
+        except MoverError:
+            self._memory.close()
+            raise
 
     def read(self, slot: int, size: int) -> torch.Tensor:
         """See ``Window``."""
