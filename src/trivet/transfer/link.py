@@ -135,6 +135,7 @@ class Listener:
         self.path = path
         self._serve = serve
         self._name = name
+        self._open: set[Connection] = set()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -148,7 +149,11 @@ class Listener:
             finally:
                 os.umask(mask)
             self._socket.listen(64)
+        except ValueError:
+            self._socket.close()
+            raise
         except OSError as error:
+            self._socket.close()
             raise ValueError(f"TrivetConnector cannot listen at {path}: {error.strerror or error}") from error
         self._inode = Path(path).stat().st_ino
         threading.Thread(target=self._accept, name=name, daemon=True).start()
@@ -159,7 +164,9 @@ class Listener:
                 own, _ = self._socket.accept()
             except OSError:
                 return
-            threading.Thread(target=self._run, args=(Connection(own),), name=self._name, daemon=True).start()
+            connection = Connection(own)
+            self._open.add(connection)
+            threading.Thread(target=self._run, args=(connection,), name=self._name, daemon=True).start()
 
     def _run(self, connection: Connection) -> None:
         try:
@@ -168,6 +175,7 @@ class Listener:
             logger.error("TrivetConnector: a peer at %s was cut off: %s", self.path, error)
         finally:
             connection.close()
+            self._open.discard(connection)
 
     def close(self) -> None:
         """Stops listening."""
@@ -177,6 +185,8 @@ class Listener:
         with contextlib.suppress(OSError):
             if Path(self.path).stat().st_ino == self._inode:  # not that of an engine started since
                 Path(self.path).unlink()
+        for connection in list(self._open):
+            connection.close()
 
 
 def _is_served(path: str) -> bool:

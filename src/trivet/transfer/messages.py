@@ -215,5 +215,5 @@ def decode(data: bytes) -> Message:
     """
     try:
         return _decoder.decode(data)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
         raise ValueError(f"not a message of TrivetConnector's protocol {PROTOCOL}: {error}") from error

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _WORD_BYTES = 8
+_STRETCH = 512
+"""Words of the rows that ``checksum`` sums by row and by column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +103,15 @@ def _part(memory: torch.Tensor, at: int, rows: int, words: int) -> torch.Tensor:
 
 
 def checksum(memory: torch.Tensor) -> int:
-    """A sum of 64-bit words, weighted by place in stretches of 512 words, so that exchanged blocks show."""
+    """A sum of 64-bit words, weighted by place, so that exchanged words and exchanged blocks show."""
     words = memory.view(torch.int64)
-    whole = len(words) // 512 * 512
-    sums = words[:whole].view(-1, 512).sum(1)
-    weights = torch.arange(1, len(sums) + 1, device=sums.device)
-    return int((sums * weights).sum()) ^ int(words[whole:].sum())
+    whole = len(words) // _STRETCH * _STRETCH
+    table = words[:whole].view(-1, _STRETCH)
+    total = 0
+    for factor, part in ((1, table.sum(1)), (3, table.sum(0)), (5, words[whole:])):
+        weights = torch.arange(1, len(part) + 1, device=part.device)
+        total ^= int((part * weights).sum() * factor)
+    return total
 
 
 def _rows(name: str, cache: torch.Tensor, block_tokens: int) -> torch.Tensor:

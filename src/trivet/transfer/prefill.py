@@ -62,6 +62,8 @@ class _Outgoing:
     announced: bool = False
     prompt_done: bool = False
     preempted: bool = False
+    begun: bool = False
+    """A chunk of it has been planned: one that comes anew is a preemption, seen or not."""
     taken: bool = False
     """Decode has all KV, which it can before prefill's request has ended."""
     unwanted: bool = False
@@ -78,6 +80,7 @@ class _Step:
 
     finished: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
 
 
 class PrefillSide:
@@ -234,6 +237,7 @@ class PrefillSide:
                     if outgoing.opener is not None:
                         outgoing.opener.connection.send(Withdraw(outgoing.transfer))
             step, self._step = self._step, _Step()
+            preempted += step.preempted
             return StepPlan(chunks, tuple(preempted), tuple(step.finished), tuple(step.dropped))
 
     def _chunks(self, output: SchedulerOutput) -> list[Chunk]:
@@ -254,6 +258,9 @@ class PrefillSide:
 
     def _chunk(self, outgoing: _Outgoing, blocks: tuple[list[int], ...], anew: bool, computed: int) -> Chunk:
         prompt = outgoing.request.num_prompt_tokens
+        if anew and outgoing.begun and not outgoing.preempted:
+            self._step.preempted.append(outgoing.transfer)
+        outgoing.begun = True
         outgoing.preempted = False
         outgoing.prompt_done = computed >= prompt
         if not outgoing.announced:

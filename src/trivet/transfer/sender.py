@@ -357,7 +357,12 @@ class Sender:
     def _pool(self, mover: str) -> _Pool:
         if mover not in self._pools:
             slots = max(2, self._settings.staging_bytes // self._slot_bytes)
-            staging = MOVERS[mover].stage(self._pages.device, slots, self._slot_bytes)
+            try:
+                staging = MOVERS[mover].stage(self._pages.device, slots, self._slot_bytes)
+            except (RuntimeError, OSError) as error:  # torch's and CUDA's: out of memory, for one
+                raise MoverError(
+                    f"{mover}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+                ) from error
             self._pools[mover] = _Pool(staging, deque(range(slots)))
         return self._pools[mover]
 

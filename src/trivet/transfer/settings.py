@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -60,11 +61,16 @@ class Settings:
             raise ValueError(
                 f"TrivetConnector cannot listen at {address!r}: addresses are {_SCHEME}PATH, KV moves within one host"
             )
-        if len(address) - len(_SCHEME) > _LONGEST_PATH:
-            raise ValueError(f"TrivetConnector: the path in {address!r} is longer than {_LONGEST_PATH} characters")
+        if address == _SCHEME:
+            raise ValueError(f"TrivetConnector: {address!r} has no path")
+        if len(os.fsencode(address)) - len(_SCHEME) > _LONGEST_PATH:
+            raise ValueError(f"TrivetConnector: the path in {address!r} is longer than {_LONGEST_PATH} bytes")
         movers = options.get("movers") or ()
         if not isinstance(movers, list | tuple) or not all(isinstance(one, str) for one in movers):
             raise ValueError(f"TrivetConnector: movers must be a list of names, not {movers!r}")
+        checksums = options.get("checksums", False)
+        if not isinstance(checksums, bool):
+            raise ValueError(f"TrivetConnector: checksums must be true or false, not {checksums!r}")
         piece = _number(options, "piece_mib", 32, 1)
         staging = _number(options, "staging_mib", 256, 8)
         if staging < 2 * piece:
@@ -77,13 +83,13 @@ class Settings:
             staging_bytes=int(staging * MIB),
             piece_bytes=int(piece * MIB),
             lease_s=_number(options, "lease_s", 30, 0.1),
-            checksums=bool(options.get("checksums", False)),
+            checksums=checksums,
         )
 
 
 def _number(options: Mapping[str, Any], name: str, default: float, least: float) -> float:
     value = options.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
         raise ValueError(f"TrivetConnector: {name} must be a number of at least {least:g}, not {value!r}")
     return value
 
@@ -95,4 +101,6 @@ def runtime_directory() -> Path:
         Path(base, "trivet") if base and Path(base).is_dir() else Path(tempfile.gettempdir(), f"trivet-{os.getuid()}")
     )
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.stat().st_uid != os.getuid():
+        raise ValueError(f"TrivetConnector: {path} belongs to another user; set XDG_RUNTIME_DIR or an address")
     return path

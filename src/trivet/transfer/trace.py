@@ -12,6 +12,7 @@ import os
 import threading
 import time
 import zlib
+from pathlib import Path
 
 VARIABLE = "TRIVET_KV_TRACE"
 
@@ -28,10 +29,11 @@ class Trace:
         self._pid = os.getpid()
         self._threads: set[str] = set()
         if path := os.environ.get(VARIABLE):
-            with contextlib.suppress(FileExistsError):  # whoever makes the file writes the bracket
-                made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-                os.write(made, b"[\n")
-                os.close(made)
+            own = Path(f"{path}.{self._pid}.{time.monotonic_ns()}")
+            own.write_bytes(b"[\n")
+            with contextlib.suppress(FileExistsError):  # whoever is first makes the file, with its bracket
+                os.link(own, path)
+            own.unlink()
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
             self._write({"ph": "M", "name": "process_name", "args": {"name": engine}})
 
