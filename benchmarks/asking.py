@@ -178,7 +178,8 @@ async def journal(http: aiohttp.ClientSession, gateway_url: str, answers: Sequen
     times = ("render_ms", "prefill_ms", "handover_ms", "ttft_ms")
     return {
         "split": len(split),
-        "not_split": len(answers) - len(split),
+        "not_split": len(records) - len(split),
+        "unknown": len(answers) - len(records),  # another worker of the gateway has them
         "reasons": sorted(told)[:_ERRORS_KEPT],
         **{name: median([one[name] for one in split if one[name] is not None]) for name in times},
     }
