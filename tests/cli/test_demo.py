@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from helpers.demo import DemoService, at_once
+from helpers.demo import PREFILLS_TOKEN_FACTS, SPLIT_FACTS, DemoService, at_once
 from trivet.cli import demo as demo_module
 from trivet.demo import run
 
@@ -47,7 +47,7 @@ def told(out: str) -> list[list[str]]:
     """The table's rows, by their columns."""
     lines = out.splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("leg "))
-    return [line.split() for line in lines[start : start + 6]]
+    return [line.split() for line in lines[start : start + 7]]
 
 
 def test_a_demo_shows_the_answer_and_where_its_time_went(demo):
@@ -60,10 +60,42 @@ def test_a_demo_shows_the_answer_and_where_its_time_went(demo):
         ["render", "gateway", "1.5", "30"],
         ["prefill", "prefill-0", "20.0", "30"],
         ["handover", "prefill-0", "->", "decode-0", "(NixlConnector)", "3.0", "1", "computed", "again", "0.0", "MB"],
+        ["to", "first", "token", "from", "decode-0", "25.0", "1"],
         ["decode", "decode-0", "(4", "ms", "a", "token)", "8.0", "3"],
-        ["to", "first", "token", "25.0"],
+        ["to", "last", "token", "33.0", "3"],
     ]
+    assert "went out before the handover" not in done.out
     assert "3 greedy tokens, split and colocated: equal. Colocated on mixed-0, the first token took 40 ms." in done.out
+
+
+def test_a_first_token_of_prefills_stands_before_the_handover(demo):
+    done = demo(facts=PREFILLS_TOKEN_FACTS)
+    assert [line[:3] for line in told(done.out)[2:5]] == [
+        ["prefill", "prefill-0", "20.0"],
+        ["to", "first", "token"],
+        ["handover", "prefill-0", "->"],
+    ]
+    assert told(done.out)[3:] == [
+        ["to", "first", "token", "from", "prefill-0", "21.6", "1"],
+        ["handover", "prefill-0", "->", "decode-0", "(NixlConnector)", "3.0", "1", "computed", "again", "0.0", "MB"],
+        ["decode", "decode-0", "(5", "ms", "a", "token)", "5.0", "2"],
+        ["to", "last", "token", "29.6", "3"],
+    ]
+    assert "The first token was prefill-0's and went out before the handover, behind which decode-0" in done.out
+
+
+def test_what_stands_above_a_sum_adds_up_to_it(demo):
+    for facts in (PREFILLS_TOKEN_FACTS, SPLIT_FACTS | {"ttft_ms": 24.5}):
+        rows = [(row[:3], float(next(word for word in row if "." in word))) for row in told(demo(facts=facts).out)[1:]]
+        sums = {name[1]: (number, time_ms) for number, (name, time_ms) in enumerate(rows) if name[0] == "to"}
+        for number, time_ms in sums.values():
+            parts = [part_ms for name, part_ms in rows[:number] if name[0] != "to"]
+            assert sum(parts) == pytest.approx(time_ms, abs=0.2)
+
+
+def test_an_answer_of_one_token_would_show_no_handover(demo):
+    assert demo("--max-tokens", "1").status == 2
+    assert demo.opened == []
 
 
 def test_the_moved_kv_is_told_in_megabytes(demo):

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from helpers.demo import SPLIT_FACTS, DemoService, at_once
+from helpers.demo import PREFILLS_TOKEN_FACTS, SPLIT_FACTS, DemoService, at_once
 from trivet.demo import run
 from trivet.demo.run import DemoResult, run_demo
-from trivet.errors import EngineFailedError
+from trivet.errors import EngineFailedError, TrivetError
 
 
 @pytest.fixture
@@ -65,12 +65,28 @@ async def test_the_facts_of_a_demo(service):
         decode_computed_prompt_tokens=1,
         prefill_engine="prefill-0",
         decode_engine="decode-0",
+        first_token_engine="decode-0",
         colocated_engine="mixed-0",
         equal_to_colocated=True,
         answer_colocated="The [legs]",
     )
     assert result.fault() is None
     assert result.facts()["kv_bytes_moved"] == 4096
+
+
+async def test_a_first_token_that_came_before_the_handover_is_prefills(service):
+    service.facts = PREFILLS_TOKEN_FACTS
+    result = await run_demo(service, "Why?", 8, nothing)
+    assert (result.first_token_engine, result.first_is_prefills) == ("prefill-0", True)
+    assert (result.facts()["first_token_engine"], result.ttft_ms) == ("prefill-0", 21.6)
+
+
+@pytest.mark.parametrize("ttft_ms", [24.48, 24.5, 25.0, 200.0])
+async def test_a_first_token_behind_the_handover_is_decodes(service, ttft_ms):
+    """Durations are rounded each; a busy gateway adds to all of them."""
+    service.facts = SPLIT_FACTS | {"ttft_ms": ttft_ms}
+    result = await run_demo(service, "Why?", 8, nothing)
+    assert (result.first_token_engine, result.first_is_prefills) == ("decode-0", False)
 
 
 async def test_the_prompt_is_asked_colocated_and_split_with_a_salt_of_its_own_each(service):
@@ -138,6 +154,13 @@ async def test_a_request_that_was_not_split_is_an_error_with_its_reason(service)
     service.facts = SPLIT_FACTS | {"split": False, "reason": "the KV transfer failed (decode-0: x)"}
     expected = "the request was not served split: the KV transfer failed (decode-0: x)"
     assert await failure(service) == (expected, "the gateway's words")
+
+
+async def test_an_answer_that_ends_with_prefills_token_shows_nothing(service):
+    service.facts = PREFILLS_TOKEN_FACTS | {"completion_tokens": 1, "handover_ms": None, "decode_ms": 0.0}
+    with pytest.raises(TrivetError, match="the answer ended with prefill's token") as caught:
+        await run_demo(service, "Why?", 8, nothing)
+    assert caught.value.mend == "ask for a longer answer"
 
 
 # errors

@@ -20,7 +20,7 @@ from trivet.topology import Plan
 def demo(
     json_path: Path | None = typer.Option(None, "--json", help="Write the facts to this file as well."),
     prompt: str | None = typer.Option(None, "--prompt", help="Ask something else."),
-    max_tokens: int = typer.Option(48, "--max-tokens", min=1, max=512, help="Longest answer."),
+    max_tokens: int = typer.Option(48, "--max-tokens", min=2, max=512, help="Longest answer."),
 ) -> None:
     """Serve a small real model split into three tiers, ask it once, show where the time went."""
     question = prompt or f"{PASSAGE}\n{QUESTION}"
@@ -61,6 +61,12 @@ async def _demo(plan: Plan, question: str, shown: str, max_tokens: int) -> DemoR
             f"Colocated on {result.colocated_engine}, the first token took {result.colocated_ttft_ms:.0f} ms.",
             soft_wrap=True,
         )
+        if result.first_is_prefills:
+            out.print(
+                f"The first token was {result.prefill_engine}'s and went out before the handover, behind which "
+                f"{result.decode_engine} made the second.",
+                soft_wrap=True,
+            )
         out.print("stopping")
     return result
 
@@ -70,28 +76,33 @@ def _show(piece: str) -> None:
 
 
 def _table(result: DemoResult) -> Table:
+    """In the order of time: what stands above a row that begins with "to" adds up to it."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("leg", "where", "ms", "tokens", "KV moved"):
         table.add_column(column, justify="left" if column in ("leg", "where") else "right")
-    per_token = result.decode_ms / max(1, result.completion_tokens - 1)
+    first = ("to first token", f"from {result.first_token_engine}", result.ttft_ms, "1", "")
+    decode_ms, decoded = result.decode_ms, result.completion_tokens
+    if result.first_is_prefills:
+        decode_ms, decoded = decode_ms - result.handover_ms, decoded - 1
+    handover = (
+        "handover",
+        f"{result.prefill_engine} -> {result.decode_engine} ({result.connector})",
+        result.handover_ms,
+        f"{result.decode_computed_prompt_tokens} computed again",
+        f"{result.kv_bytes_moved / 1e6:.1f} MB",
+    )
     rows = [
         ("render", "gateway", result.render_ms, f"{result.prompt_tokens}", ""),
         ("prefill", result.prefill_engine, result.prefill_ms, f"{result.prompt_tokens}", ""),
-        (
-            "handover",
-            f"{result.prefill_engine} -> {result.decode_engine} ({result.connector})",
-            result.handover_ms,
-            f"{result.decode_computed_prompt_tokens} computed again",
-            f"{result.kv_bytes_moved / 1e6:.1f} MB",
-        ),
+        *((first, handover) if result.first_is_prefills else (handover, first)),
         (
             "decode",
-            f"{result.decode_engine} ({per_token:.0f} ms a token)",
-            result.decode_ms,
-            f"{result.completion_tokens}",
+            f"{result.decode_engine} ({decode_ms / max(1, decoded - 1):.0f} ms a token)",
+            decode_ms,
+            f"{decoded}",
             "",
         ),
-        ("to first token", "", result.ttft_ms, "", ""),
+        ("to last token", "", result.ttft_ms + result.decode_ms, f"{result.completion_tokens}", ""),
     ]
     for leg, where, time_ms, tokens, moved in rows:
         table.add_row(leg, where, f"{time_ms:.1f}", tokens, moved)

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from trivet.errors import EngineFailedError
+from trivet.errors import EngineFailedError, TrivetError
 from trivet.fleet import probe
 from trivet.fleet.process import tail
 from trivet.fleet.supervisor import State
@@ -57,7 +57,7 @@ class DemoResult:
     handover_ms: float
     """Prefill's answer to decode's first token."""
     decode_ms: float
-    """First token to last."""
+    """The answer's first token to its last, the handover included where prefill made the first."""
     colocated_ttft_ms: float
     kv_bytes_moved: int
     """What decode's connector counted."""
@@ -65,9 +65,16 @@ class DemoResult:
     """Prompt tokens that decode computed itself, by its own count."""
     prefill_engine: str
     decode_engine: str
+    first_token_engine: str
+    """Which of the two made the answer's first token: prefill's is at the client before the handover."""
     colocated_engine: str
     equal_to_colocated: bool
     answer_colocated: str
+
+    @property
+    def first_is_prefills(self) -> bool:
+        """Whether prefill made the answer's first token, so that decode's first is the second."""
+        return self.first_token_engine == self.prefill_engine
 
     def fault(self) -> str | None:
         """What of it is not as it must be, or None."""
@@ -99,6 +106,7 @@ async def run_demo(service: Service, prompt: str, max_tokens: int, show: Callabl
 
     Raises:
         EngineFailedError: a tier failed; ``detail`` is the tail of its log.
+        TrivetError: the answer is too short to show anything.
     """
     timeout = aiohttp.ClientTimeout(total=600)
     async with aiohttp.ClientSession(timeout=timeout) as session:
@@ -112,6 +120,11 @@ async def run_demo(service: Service, prompt: str, max_tokens: int, show: Callabl
         generation = split.facts["generations"][0]
         if not generation["split"]:
             raise EngineFailedError(f"the request was not served split: {generation['reason']}", detail=_log(service))
+        if generation["handover_ms"] is None:
+            raise TrivetError(
+                "the answer ended with prefill's token, so that decode had nothing to do",
+                mend="ask for a longer answer",
+            )
         decode = generation["decode_engine"]
         bytes_metric = service.plan.connector.bytes_metric if service.plan.connector else None
         after = await _settled(session, decode, decode_urls[decode], before[decode], bytes_metric)
@@ -135,10 +148,17 @@ async def run_demo(service: Service, prompt: str, max_tokens: int, show: Callabl
         decode_computed_prompt_tokens=int(computed),
         prefill_engine=generation["prefill_engine"],
         decode_engine=decode,
+        first_token_engine=generation["prefill_engine"] if _is_prefills(generation) else decode,
         colocated_engine=colocated["decode_engine"],
         equal_to_colocated=split.token_ids == reference.token_ids,
         answer_colocated=reference.text,
     )
+
+
+def _is_prefills(generation: Mapping[str, Any]) -> bool:
+    """Whether the first token was there before the handover: behind prefill's answer it has no way to go."""
+    beyond_ms = generation["ttft_ms"] - generation["render_ms"] - generation["prefill_ms"]
+    return bool(beyond_ms < generation["handover_ms"] / 2)
 
 
 async def _ask(
