@@ -20,6 +20,7 @@ test: lint types
 
 test-full: lint types $(READY_030)
 	$(BIN)/pytest $(ARGS)
+	TRIVET_E2E_CONNECTOR=NixlConnector $(BIN)/pytest -m e2e $(ARGS)
 	.venv-0.30/bin/pytest -m e2e $(ARGS)
 
 lint: $(READY)

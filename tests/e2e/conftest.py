@@ -27,11 +27,28 @@ MODEL = "tiny"
 PLUGINS = Path(__file__).parent / "plugins"
 PYTHONPATH = os.pathsep.join([str(PLUGINS), *filter(None, [os.environ.get("PYTHONPATH")])])
 ADAPTERS = ("tiny-a", "tiny-b")
+CONNECTOR = os.environ.get("TRIVET_E2E_CONNECTOR", "TrivetConnector")
+CHUNK_TOKENS = 256
+"""Longer prompts are computed, and their KV moves, in several steps. The limit is on each prompt, not on all of a step:
+a seeded request whose prompt is cut ends vLLM on CPUs (``CPU Generator does not use offset``)."""
+PREFILL_SEQS = 8
+DECODE_BLOCKS = 3 * 28 + 1
+"""Room for three prompts of 28 blocks, and vLLM's null block: more wait, or are thrown out and computed again."""
+KV = {
+    # a staging of eight pieces, which concurrent prompts outgrow
+    "TrivetConnector": "{connector: TrivetConnector, options: {staging_mib: 8, piece_mib: 1, checksums: true}}",
+    "NixlConnector": "{connector: NixlConnector}",
+}[CONNECTOR]
+SPOILED = {
+    "TrivetConnector": ("SpoiledTrivetConnector", "spoiled_trivet"),
+    "NixlConnector": ("SpoiledNixlConnector", "spoiled_nixl"),
+}[CONNECTOR]
 
 TOPOLOGY = f"""\
 model: {{name: MODEL_PATH, served_names: [{MODEL}, tiny-alias], max_length: 1024}}
 flags:
   block-size: {BLOCK_TOKENS}
+  long-prefill-token-threshold: {CHUNK_TOKENS}
   max-logprobs: 30
   enable-prompt-tokens-details: true
   logits-processors: scripted:Scripted
@@ -45,23 +62,23 @@ flags:
   lora-target-modules: [qkv_proj, q_proj, k_proj, v_proj]   # not the head: vLLM on CPUs mistakes it in prompt_logprobs
   lora-modules: [ADAPTER_MODULES]
 env: {{PYTHONPATH: '{PYTHONPATH}'}}
-kv: {{connector: NixlConnector}}
+kv: {KV}
 tiers:
   render: {{env: {{PYTHONPATH: '{PYTHONPATH}'}}}}
-  prefill:
-  decode:
+  prefill: {{flags: {{max-num-seqs: {PREFILL_SEQS}}}}}
+  decode: {{flags: {{num-gpu-blocks-override: {DECODE_BLOCKS}}}}}
   mixed:          # plain: vLLM without any connector, the reference
 gateway: {{port: 0, drain_s: 5, continue_answers: true}}   # the scripted processor knows where it is
 """
 
-TEXT_TOPOLOGY = """\
-model: {name: MODEL_PATH, served_names: [tiny, tiny-alias], max_length: 1024}
-kv: {connector: NixlConnector}
+TEXT_TOPOLOGY = f"""\
+model: {{name: MODEL_PATH, served_names: [{MODEL}, tiny-alias], max_length: 1024}}
+kv: {KV}
 tiers:
-  prefill: {engines: [{url: PREFILL}]}
-  decode: {engines: [{url: DECODE}]}
-  mixed: {engines: [{url: MIXED}]}
-gateway: {port: 0, drain_s: 5, plane: text}
+  prefill: {{engines: [PREFILL]}}
+  decode: {{engines: [DECODE]}}
+  mixed: {{engines: [MIXED]}}
+gateway: {{port: 0, drain_s: 5, plane: text}}
 """
 
 
@@ -214,7 +231,9 @@ def text_plane(
     """Another gateway over the same engines: their own OpenAI endpoints, split."""
     text = TEXT_TOPOLOGY.replace("MODEL_PATH", str(tiny_model))
     for tier in ("prefill", "decode", "mixed"):
-        text = text.replace(tier.upper(), deployment.engine(tier).url)
+        engine = deployment.engine(tier)
+        known = {"url": engine.url} | ({"kv_address": engine.kv_address} if engine.kv_address else {})
+        text = text.replace(tier.upper(), json.dumps(known))
     ports = PortBook()
     folder = tmp_path_factory.mktemp("text")
     running = Deployment(make_plan(parse_topology(text), ports, model=str(tiny_model)), folder, folder / "spoil")
@@ -248,12 +267,12 @@ def parity(
 
 
 def _spoilable(engine: EnginePlan, control: Path) -> EnginePlan:
-    """The decode engine with a connector that is NixlConnector until a test asks it to spoil a transfer."""
-    settings = []
+    """The decode engine with a connector that is the topology's until a test asks it to spoil a transfer."""
+    settings, (name, module) = [], SPOILED
     for setting in engine.settings:
         if setting.name == "kv-transfer-config":
             config = json.loads(setting.value)
-            config |= {"kv_connector": "SpoiledNixlConnector", "kv_connector_module_path": "spoiled_nixl"}
+            config |= {"kv_connector": name, "kv_connector_module_path": module}
             setting = Setting(setting.name, json.dumps(config), "test")
         settings.append(setting)
     env = (*engine.env, Setting("TRIVET_TEST_SPOIL", str(control), "test"))

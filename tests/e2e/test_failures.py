@@ -1,8 +1,10 @@
 """Real engines that die: noticed at once, served around, started again. Run last: others need the engines."""
 
+import concurrent.futures
 import contextlib
 import json
 import os
+import random
 import signal
 import time
 import urllib.request
@@ -43,6 +45,29 @@ def await_all_ready(deployment, conftest) -> None:
         time.sleep(0.5)
 
 
+def long_body(seed: int) -> dict:
+    """A prompt of several chunks."""
+    chance = random.Random(seed)
+    return BODY | {"prompt": [chance.randrange(100, 40000) for _ in range(900)]}
+
+
+def ask(deployment, conftest, body: dict) -> tuple[list[int], dict]:
+    """Token ids of the gateway's answer, and the record of its one generation."""
+    request_id = uuid.uuid4().hex
+    status, text = conftest.post(
+        f"{deployment.url}/v1/completions", conftest.salted(body), headers={"X-Request-Id": request_id}
+    )
+    assert status == 200, text
+    (generation,) = deployment.record(request_id)["generations"]
+    return json.loads(text)["choices"][0]["token_ids"], generation
+
+
+def plain(deployment, conftest, body: dict) -> list[int]:
+    status, text = conftest.post(f"{deployment.plain_url}/v1/completions", conftest.salted(body))
+    assert status == 200, text
+    return json.loads(text)["choices"][0]["token_ids"]
+
+
 @pytest.mark.parametrize("tier", ["prefill", "decode"])
 def test_a_killed_engine_is_noticed_served_around_and_started_again(deployment, conftest, tier):
     name = f"{tier}-0"
@@ -50,23 +75,26 @@ def test_a_killed_engine_is_noticed_served_around_and_started_again(deployment, 
     status = deployment.service.fleet.engines[name]
     family = descendants(status.pid)
     worker = next(pid for pid in family if b"Worker" in Path(f"/proc/{pid}/cmdline").read_bytes())
-    expected = json.loads(conftest.post(f"{deployment.plain_url}/v1/completions", conftest.salted(BODY))[1])
-    killed_s = time.time()
-    os.kill(worker, signal.SIGKILL)
-    while not any(s == name and state == "failed" and at > killed_s for at, s, state in deployment.events):
-        assert time.time() - killed_s < 10, "the death of an engine was not noticed"
-        time.sleep(0.02)
+    expected = plain(deployment, conftest, BODY)
+    long = [long_body(seed) for seed in range(4)]
+    long_expected = [plain(deployment, conftest, body) for body in long]
+    with concurrent.futures.ThreadPoolExecutor(len(long)) as clients:
+        with deployment.spoiling("slow"):  # TrivetConnector's pieces take their time: some have come, some have not
+            answers = [clients.submit(ask, deployment, conftest, body) for body in long]
+            time.sleep(1.0)
+            killed_s = time.time()
+            os.kill(worker, signal.SIGKILL)
+            while not any(s == name and state == "failed" and at > killed_s for at, s, state in deployment.events):
+                assert time.time() - killed_s < 10, "the death of an engine was not noticed"
+                time.sleep(0.02)
+        for answer, tokens in zip(answers, long_expected, strict=True):
+            assert answer.result()[0] == tokens
     noticed_s = next(at for at, s, state in deployment.events if s == name and state == "failed" and at > killed_s)
     # Tenths of a second where cores are free; here they are not. vLLM by itself ends some five seconds later.
     assert noticed_s - killed_s < 3.0
 
-    request_id = uuid.uuid4().hex
-    answer = conftest.post(
-        f"{deployment.url}/v1/completions", conftest.salted(BODY), headers={"X-Request-Id": request_id}
-    )
-    assert answer[0] == 200, answer[1]
-    assert json.loads(answer[1])["choices"][0]["token_ids"] == expected["choices"][0]["token_ids"]
-    (generation,) = deployment.record(request_id)["generations"]
+    tokens, generation = ask(deployment, conftest, BODY)
+    assert tokens == expected
     assert generation["split"] is False
     assert tier in generation["reason"]
 
@@ -76,12 +104,11 @@ def test_a_killed_engine_is_noticed_served_around_and_started_again(deployment, 
         time.sleep(0.5)
     for pid in family:
         assert not Path(f"/proc/{pid}").exists(), "something of the dead engine is left"
-    request_id = uuid.uuid4().hex
-    answer = conftest.post(
-        f"{deployment.url}/v1/completions", conftest.salted(BODY), headers={"X-Request-Id": request_id}
-    )
-    assert json.loads(answer[1])["choices"][0]["token_ids"] == expected["choices"][0]["token_ids"]
-    assert deployment.record(request_id)["generations"][0]["split"] is True
+    for body, right in zip((BODY, *long), (expected, *long_expected), strict=True):
+        tokens, generation = ask(deployment, conftest, body)
+        assert tokens == right
+        assert generation["split"] is True
+        assert (generation["attempts"], generation["transfer_problem"]) == (1, None)
 
 
 def test_an_answer_whose_decode_engine_is_killed_goes_on_elsewhere(deployment, conftest):

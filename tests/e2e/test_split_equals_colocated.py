@@ -1,5 +1,6 @@
 """Split and plain vLLM give the same answer; and the same comparison fails when a transferred block is spoiled."""
 
+import concurrent.futures
 import json
 import math
 import random
@@ -11,11 +12,23 @@ pytestmark = pytest.mark.e2e
 
 BLOCK_TOKENS = 32
 TOKENS_OUT = 24
-LENGTHS = {"short": 3, "block - 1": 31, "one block": 32, "block + 1": 33, "many blocks": 200, "many whole blocks": 256}
+LENGTHS = {
+    "one token": 1,
+    "short": 3,
+    "block - 1": 31,
+    "one block": 32,
+    "block + 1": 33,
+    "many blocks": 200,
+    "one chunk": 256,
+    "one chunk + 1": 257,
+    "many chunks": 700,
+    "nearly the context": 1024 - TOKENS_OUT,
+}
 
 
-def ids_of(length: int) -> list[int]:
-    return [random.Random(length).randrange(100, 40000) for _ in range(length)]
+def ids_of(length: int, seed: int = 0) -> list[int]:
+    chance = random.Random(length + seed)
+    return [chance.randrange(100, 40000) for _ in range(length)]
 
 
 def completion(prompt: list[int]) -> dict:
@@ -94,28 +107,96 @@ def test_a_spoiled_block_is_noticed(deployment, conftest, name, how):
     assert tokens_of(split) != tokens_of(plain)
 
 
+class Counted:
+    """What decode's engine counts while the block runs."""
+
+    def __init__(self, deployment, conftest) -> None:
+        self._deployment = deployment
+        self._block_bytes = BLOCK_TOKENS * conftest.tiny.KV_BYTES_PER_TOKEN
+        self._metric = deployment.plan.connector.bytes_metric
+
+    def __enter__(self):
+        self._before = self._deployment.metrics("decode")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        after = self._deployment.metrics("decode")
+        sources = ("local_compute", "local_cache_hit", "external_kv_transfer")
+        self.tokens = {
+            name: after.prompt_tokens.get(name, 0) - self._before.prompt_tokens.get(name, 0) for name in sources
+        }
+        moved = after.values.get(self._metric, 0) - self._before.values.get(self._metric, 0)
+        self.blocks = moved / self._block_bytes
+
+
+def asked(deployment, conftest, body: dict) -> tuple[list[int], dict]:
+    """Token ids of the gateway's answer, and the record of its one generation."""
+    request_id = uuid.uuid4().hex
+    answer = conftest.post(f"{deployment.url}/v1/completions", body, headers={"X-Request-Id": request_id})
+    (generation,) = deployment.record(request_id)["generations"]
+    return tokens_of(answer), generation
+
+
 @pytest.mark.parametrize("name", LENGTHS)
 def test_decode_computes_one_prompt_token_and_receives_whole_blocks(deployment, conftest, name):
     length = LENGTHS[name]
-    request_id = uuid.uuid4().hex
-    before = deployment.metrics("decode")
-    body = conftest.salted(completion(ids_of(length)))
-    status, text = conftest.post(f"{deployment.url}/v1/completions", body, headers={"X-Request-Id": request_id})
-    assert status == 200, text
-    after = deployment.metrics("decode")
-    (generation,) = deployment.record(request_id)["generations"]
+    with Counted(deployment, conftest) as counted:
+        _, generation = asked(deployment, conftest, conftest.salted(completion(ids_of(length))))
     assert generation["split"] is True
     assert (generation["prefill_engine"], generation["decode_engine"]) == ("prefill-0", "decode-0")
+    assert counted.tokens["local_compute"] <= 1
+    assert counted.tokens["local_cache_hit"] == 0
+    assert counted.tokens["external_kv_transfer"] >= length - 1
+    assert counted.blocks == math.ceil(length / BLOCK_TOKENS)
 
-    def grown(source: str) -> float:
-        return after.prompt_tokens.get(source, 0) - before.prompt_tokens.get(source, 0)
 
-    assert grown("local_compute") <= 1
-    assert grown("local_cache_hit") == 0
-    assert grown("external_kv_transfer") >= length - 1
-    moved = "vllm:nixl_bytes_transferred_sum"
-    block_bytes = BLOCK_TOKENS * conftest.tiny.KV_BYTES_PER_TOKEN
-    assert after.values[moved] - before.values.get(moved, 0) == math.ceil(length / BLOCK_TOKENS) * block_bytes
+@pytest.mark.parametrize("more", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}], ids=["alone", "of an echo"])
+def test_log_probabilities_of_the_prompt_are_prefills(deployment, conftest, more):
+    with Counted(deployment, conftest) as counted:
+        _, generation = asked(deployment, conftest, conftest.salted(completion(ids_of(200)) | more))
+    assert generation["split"] is True
+    assert counted.tokens["local_compute"] <= 1
+    assert counted.blocks == math.ceil(200 / BLOCK_TOKENS)
+
+
+def warm(conftest, engine, body: dict) -> None:
+    """Makes an engine compute the prompt by itself, so that it finds it in its cache the next time."""
+    tokens_of(conftest.post(f"{engine.url}/v1/completions", body | {"max_tokens": 1}))
+
+
+@pytest.mark.parametrize("spoiled", ["", "zero"])
+@pytest.mark.parametrize("tier", ["prefill", "decode"])
+@pytest.mark.parametrize("length", [200, 256, 700])
+def test_one_side_has_the_prompt_cached(deployment, conftest, tier, length, spoiled):
+    """What decode has is not sent again; what prefill has is sent though it is not computed."""
+    body = conftest.salted(completion(ids_of(length)))
+    warm(conftest, deployment.engine(tier), body)
+    with deployment.spoiling(spoiled), Counted(deployment, conftest) as counted:
+        tokens, generation = asked(deployment, conftest, body)
+    expected = tokens_of(conftest.post(f"{deployment.plain_url}/v1/completions", conftest.salted(body)))
+    assert (tokens == expected) is not bool(spoiled)
+    assert generation["split"] is True
+    # whole blocks are found in a cache, and at least the last token is computed
+    cached = (length - 1) // BLOCK_TOKENS
+    if tier == "prefill":
+        assert generation["cached_tokens"] == cached * BLOCK_TOKENS
+        assert counted.blocks == math.ceil(length / BLOCK_TOKENS)
+    else:
+        assert generation["cached_tokens"] == 0
+        assert counted.blocks == math.ceil(length / BLOCK_TOKENS) - cached
+        assert counted.tokens["local_cache_hit"] == cached * BLOCK_TOKENS
+    assert counted.tokens["local_compute"] <= 1
+
+
+@pytest.mark.parametrize("spoiled", ["", "zero", "mistake"])
+def test_many_at_once(deployment, conftest, spoiled):
+    bodies = [completion(ids_of(length, seed)) for seed in (1, 2) for length in (40, 64, 129, 255, 300, 513, 700, 990)]
+    url, plain_url = (f"{where}/v1/completions" for where in (deployment.url, deployment.plain_url))
+    with deployment.spoiling(spoiled), concurrent.futures.ThreadPoolExecutor(len(bodies)) as clients:
+        answers = list(clients.map(lambda body: conftest.post(url, conftest.salted(body)), bodies))
+    for answer, body in zip(answers, bodies, strict=True):
+        expected = conftest.post(plain_url, conftest.salted(body))
+        assert (tokens_of(answer) == tokens_of(expected)) is not bool(spoiled)
 
 
 @pytest.mark.parametrize("turns", [0, 1, 4])

@@ -82,6 +82,7 @@ async def test_an_adapter_goes_out_under_its_name(core, make_request):
 async def test_log_probabilities_of_the_prompt_are_a_wish_of_their_own(core, make_request, wanted):
     request = await asked(core, make_request({"prompt_logprobs": wanted}))
     assert (request.prompt_logprobs, "prompt_logprobs" in request.sampling) == (wanted, False)
+    assert "skip_reading_prefix_cache" not in request.sampling  # decode would compute what it is handed
 
 
 @pytest.mark.parametrize(

@@ -400,6 +400,31 @@ def test_a_release_of_what_is_not_kept_does_nothing(prefill):
     assert (plan.dropped, len(plan.chunks)) == ((), 1)
 
 
+def test_what_is_released_while_it_is_computed_is_not_kept(prefill):
+    request = prefill.ask()
+    prefill.plan((request, 40))
+    prefill.side.on_new_request(make_request("release"), {"release_transfer": "t"})
+    end(request, 7)
+    kept, said = prefill.side.request_finished(request)
+    assert (kept, said["handed_over"]) == (False, False)
+
+
+def test_a_release_that_overtakes_its_request_is_remembered(prefill):
+    prefill.side.on_new_request(make_request("release"), {"release_transfer": "t"})
+    _, (kept, _) = prefill.answer()
+    assert not kept
+
+
+def test_what_is_released_and_opened_all_the_same_is_kept(prefill, decode):
+    request = prefill.ask()
+    prefill.plan((request, 40))
+    prefill.side.on_new_request(make_request("release"), {"release_transfer": "t"})
+    decode.send(Open("t"))
+    assert decode.next(Announce) == Announce("t")
+    end(request, 7)
+    assert prefill.side.request_finished(request)[0]
+
+
 # leases
 
 

@@ -115,9 +115,10 @@ class TrivetConnector:
         raise NotImplementedError
 
     def release_params(self, answered: Mapping[str, Any]) -> dict[str, Any] | None:
-        """A request with these makes prefill free the transfer's KV, held or not."""
+        """A request with these makes prefill free the transfer's KV, held or not; also from what prefill was asked."""
         transfer_id = answered.get("transfer_id")
-        return {"release_transfer": transfer_id} if transfer_id and answered.get("handed_over") else None
+        held = answered.get("handed_over", answered.get("do_remote_decode"))
+        return {"release_transfer": transfer_id} if transfer_id and held else None
 
 
 _STAGING_MIB, _PIECE_MIB = 256, 32

@@ -449,7 +449,11 @@ class Legs:
                     return await asyncio.shield(call)
         except BaseException:
             if not call.done() or (not call.cancelled() and call.exception() is None):
-                self.releases.abandon(ask, leg, call, self._release_legs(run, held) if held.untaken else None)
+                # where the gateway names the transfer, what is held is known without the answer
+                knows = params is not None and self._connector is not None and self._connector.legs_start_together
+                unanswered: Prefilled[Piece] | None = Prefilled(params, None, prompt=ask.prompt) if knows else None
+                spare = self._release_legs(run, held) if held.untaken else None
+                self.releases.abandon(ask, leg, call, spare, unanswered)
             raise
 
     async def _decode(

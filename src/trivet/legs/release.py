@@ -49,13 +49,22 @@ class Releases:
         if leg.engine.aborts:
             self._start(abort(leg.session, leg.engine, ask.engine_id(leg)))
 
-    def abandon(self, ask: Ask[Any], leg: Leg, call: asyncio.Task[Prefilled[Any]], spare: Sequence[Leg] | None) -> None:
+    def abandon(
+        self,
+        ask: Ask[Any],
+        leg: Leg,
+        call: asyncio.Task[Prefilled[Any]],
+        spare: Sequence[Leg] | None,
+        unanswered: Prefilled[Any] | None = None,
+    ) -> None:
         """Ends a prefill leg that nobody waits for any more; KV that it has handed over by then is released.
 
         Args:
             spare: release legs, as in ``release``; None if nothing is held, or decode tells prefill itself.
+            unanswered: what is released where the answer is lost, as it is when an abort meets the end of its request
+                inside vLLM; None if only the answer says what is held.
         """
-        self._start(self._abandon(ask, leg, call, spare))
+        self._start(self._abandon(ask, leg, call, spare, unanswered))
 
     def release(self, ask: Ask[Any], prefilled: Prefilled[Any], legs: Sequence[Leg] | None) -> None:
         """Lets prefill free KV that nobody will pull.
@@ -92,7 +101,12 @@ class Releases:
         task.add_done_callback(self._tasks.discard)
 
     async def _abandon(
-        self, ask: Ask[Any], leg: Leg, call: asyncio.Task[Prefilled[Any]], spare: Sequence[Leg] | None
+        self,
+        ask: Ask[Any],
+        leg: Leg,
+        call: asyncio.Task[Prefilled[Any]],
+        spare: Sequence[Leg] | None,
+        unanswered: Prefilled[Any] | None,
     ) -> None:
         try:
             ended, _ = await asyncio.wait([call], timeout=_GRACE_S)
@@ -104,8 +118,11 @@ class Releases:
                         break
         finally:
             call.cancel()  # closes the connection, on which every vLLM aborts
+        held = unanswered
         with contextlib.suppress(asyncio.CancelledError, LegError):
-            self.release(ask, await call, spare)
+            held = await call
+        if held is not None:
+            self.release(ask, held, spare)
 
     async def _release(self, ask: Ask[Any], params: Mapping[str, Any], prompt: Any, legs: Sequence[Leg]) -> None:
         trying: dict[asyncio.Task[None], Leg] = {}

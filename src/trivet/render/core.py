@@ -235,7 +235,9 @@ def _wire_sampling(params: SamplingParams) -> dict[str, Any]:
     extra: dict[str, Any] = dict(wire.pop("extra_args", None) or {})
     for name in ("kv_transfer_params", "ec_transfer_params"):
         extra.pop(name, None)  # fields of their own on the wire
-    wire.pop("prompt_logprobs", None)
+    if wire.pop("prompt_logprobs", None) is not None:
+        # vLLM derives it from the former; prefill will again, but decode would throw its KV away for it
+        wire.pop("skip_reading_prefix_cache", None)
     if extra:
         wire["extra_args"] = extra
     wire["detokenize"] = False

@@ -172,8 +172,34 @@ class DecodeSide:
                     return 0, False
             elif incoming.state is _State.OPENED:
                 return None, False
+            if not incoming.fails and not self._fits(incoming):
+                return None, False
             incoming.cached_tokens = cached_tokens
             return request.num_tokens - cached_tokens, True
+
+    def _fits(self, incoming: _Incoming) -> bool:
+        """Whether there are blocks for the prompt, and those that first tokens will need besides.
+
+        Behind a prompt that fills its last block, the first token needs a block that vLLM does not know of when it
+        gives blocks to the prompt. Were all blocks held by requests of which the first waits for one more, none could
+        ever go on: vLLM takes no blocks from a request that is loading, and lets none overtake it. Those that run may
+        take what is free; it comes back when they end.
+        """
+        pool = getattr(self._manager, "block_pool", None)
+        loading = (other for other in self._incoming.values() if other.state is _State.LOADING)
+        spare = self._needs_spare(incoming) + sum(self._needs_spare(other) for other in loading)
+        if pool is None or not spare:
+            return True
+        needed = spare + sum(-(-incoming.request.num_tokens // size) for size in self._block_tokens)
+        return bool(needed <= pool.get_num_free_blocks() or needed > pool.num_gpu_blocks - 1)
+
+    def _needs_spare(self, incoming: _Incoming) -> bool:
+        tokens = incoming.request.num_prompt_tokens
+        return (
+            incoming.takes_first_token
+            and not incoming.token_taken
+            and any(tokens % size == 0 for size in self._block_tokens)
+        )
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
         """vLLM has given blocks to a request; see ``update_state_after_alloc``."""

@@ -40,6 +40,7 @@ _REMEMBERED = 4096
 
 _TAKEN = "a decode engine has taken it"
 _UNWANTED = "decode did not want it any more"
+_RELEASED = "it was released"
 
 
 @dataclass(slots=True, eq=False)
@@ -201,15 +202,20 @@ class PrefillSide:
         """A request has come that is to be handed over, or one whose use is that KV is given up."""
         with self._lock:
             if isinstance(release := params.get("release_transfer"), str):
-                if (held := self._outgoing.get(release)) is not None and held.finished:
-                    self._drop(held, "it was released")
+                held = self._outgoing.get(release)
+                if held is None:
+                    self._end(release, _RELEASED)  # its request may be on its way
+                elif held.finished:
+                    self._drop(held, _RELEASED)
+                elif held.opener is None:
+                    held.unwanted = True
                 return
             transfer = params.get("transfer_id")
             if not params.get("do_remote_decode") or not isinstance(transfer, str) or transfer in self._outgoing:
                 return
             outgoing = _Outgoing(transfer, request, bool(params.get("first_token")))
             self._outgoing[transfer] = self._by_request[request.request_id] = outgoing
-            self._ended.pop(transfer, None)
+            outgoing.unwanted = self._ended.pop(transfer, None) == _RELEASED
             if (link := self._early.pop(transfer, None)) is not None:
                 self._opened(outgoing, link)
 
