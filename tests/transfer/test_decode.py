@@ -696,3 +696,51 @@ def test_closing_ends_the_links(decode, prefill):
     prefill.opened("t")
     decode.side.close()
     assert prefill.link.heard.get(timeout=5) is None
+
+
+# blocks for first tokens
+
+
+def pool_of(decode, free, size=100):
+    pool = SimpleNamespace(get_num_free_blocks=lambda: free, num_gpu_blocks=size)
+    decode.side.bind(SimpleNamespace(free=lambda request: None, block_pool=pool))
+
+
+def announced(decode, prefill, name, tokens, first_token):
+    request = decode.ask(prefill, name, f"r-{name}", tokens, first_token)
+    prefill.opened(name)
+    prefill.link.send(Announce(name))
+    until(lambda: decode.side._incoming[request.request_id].announced)
+    return request
+
+
+def test_a_prompt_that_fills_its_last_block_waits_for_one_block_more(decode, prefill):
+    """Its first token needs that block; a decode engine full of such prompts could never go on."""
+    request = announced(decode, prefill, "t", 2 * BLOCK, True)
+    pool_of(decode, free=2)
+    assert decode.side.matched(request, 0) == (None, False)
+    pool_of(decode, free=3)
+    assert decode.side.matched(request, 0) == (2 * BLOCK, True)
+
+
+@pytest.mark.parametrize(("tokens", "first_token"), [(2 * BLOCK - 1, True), (2 * BLOCK, False)])
+def test_others_take_what_they_need(decode, prefill, tokens, first_token):
+    request = announced(decode, prefill, "t", tokens, first_token)
+    pool_of(decode, free=0)  # whether that is enough is for vLLM to say
+    assert decode.side.matched(request, 0) == (tokens, True)
+
+
+def test_nobody_takes_the_block_that_a_loading_prompt_will_need(decode, prefill):
+    loading = announced(decode, prefill, "t", 2 * BLOCK, True)
+    decode.side.allocated(loading, blocks_of([1, 2]), 2 * BLOCK)
+    other = announced(decode, prefill, "u", BLOCK, False)
+    pool_of(decode, free=1)
+    assert decode.side.matched(other, 0) == (None, False)
+    pool_of(decode, free=2)
+    assert decode.side.matched(other, 0) == (BLOCK, True)
+
+
+def test_a_prompt_that_could_never_have_so_many_blocks_is_left_to_vllm(decode, prefill):
+    request = announced(decode, prefill, "t", 4 * BLOCK, True)
+    pool_of(decode, free=4, size=5)  # one of them is vLLM's null block
+    assert decode.side.matched(request, 0) == (4 * BLOCK, True)
