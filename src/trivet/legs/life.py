@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 _ATTEMPTS = 3
 _DEATHS = 2
 _NOTICE_S, _NOTICE_POLL_S = 0.6, 0.05
-"""How long the fleet may take to see that an engine has ended; it looks every 0.3 s."""
+"""How long the fleet may take to see that an engine has ended; it looks at health every 0.3 s."""
 _NOT_FOUND = 404
 """What an engine says that lacks an adapter: another may have it."""
 _REFUSALS = frozenset({400, 413, 422})

@@ -7,6 +7,7 @@ Each of vLLM's hooks is passed on to one of four parts; see the package. Hooks a
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,8 +130,9 @@ class TrivetConnector(KVConnectorBase_V1, SupportsHMA):
         plan = self._prefill.plan(scheduler_output) if self._prefill is not None else StepPlan()
         if self._decode is not None:
             other = self._decode.plan()
-            plan.receives, plan.given_up = other.receives, other.given_up
-            plan.failed, plan.forget = other.failed, other.forget
+            plan = replace(
+                plan, receives=other.receives, given_up=other.given_up, failed=other.failed, forget=other.forget
+            )
         return plan
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

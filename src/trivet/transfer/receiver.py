@@ -11,7 +11,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +24,7 @@ from trivet.transfer.pieces import Arrivals, indexes
 from trivet.transfer.plan import Receive, Report, StepPlan
 from trivet.transfer.settings import Settings
 from trivet.transfer.stats import Counts
+from trivet.transfer.streams import own_stream
 from trivet.transfer.trace import Trace
 
 logger = logging.getLogger("vllm.trivet")
@@ -63,6 +63,7 @@ class Receiver:
         """
         self._pages, self._settings, self._engine_id, self._rank = pages, settings, engine_id, rank
         self._counts, self._trace = counts, trace
+        self.device = pages.device
         self._movers = movers_for(pages.device, settings.movers)
         self._receiving: dict[str, _Receiving] = {}
         """By request id, until the scheduler side has read of it."""
@@ -225,17 +226,6 @@ class Receiver:
             receiving.ids[key] = torch.tensor(ids, dtype=torch.int64, device=self._pages.device)
         return receiving.ids[key]
 
-    @contextlib.contextmanager
-    def on_device(self) -> Iterator[None]:
-        """A thread's device and stream."""
-        device = self._pages.device
-        if device.type != "cuda":
-            yield
-            return
-        torch.cuda.set_device(device)
-        with torch.cuda.stream(torch.cuda.Stream(device, priority=-1)):  # short kernels, before the engine's long ones
-            yield
-
 
 class _Peer:
     """A prefill worker, and the thread that reads from it."""
@@ -291,7 +281,7 @@ class _Peer:
         connection: Connection | None = None
         window: Window | None = None
         try:
-            with self._receiver.on_device():
+            with own_stream(self._receiver.device):
                 connection = Connection.to(self._path)
                 mover, window = self._receiver.open(connection)
                 logger.info("TrivetConnector: receives from prefill engine %s by %s", self._engine_id, mover)

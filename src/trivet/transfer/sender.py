@@ -14,7 +14,6 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +26,7 @@ from trivet.transfer.pieces import Coverage, Cut, indexes, part
 from trivet.transfer.plan import StepPlan
 from trivet.transfer.settings import Settings
 from trivet.transfer.stats import Counts
+from trivet.transfer.streams import own_stream
 from trivet.transfer.trace import Trace
 
 logger = logging.getLogger("vllm.trivet")
@@ -89,7 +89,6 @@ class _Said:
     peer: _Peer
     message: Message | None
     """None: it is gone."""
-    files: Sequence[int] = ()
 
 
 class Sender:
@@ -214,7 +213,7 @@ class Sender:
 
     @torch.inference_mode()
     def _run(self) -> None:
-        with self._on_device():
+        with own_stream(self._pages.device):
             with contextlib.suppress(MoverError):  # told when a peer asks for it
                 self._pool(self._movers[0])  # now, and not when the first request waits for it
             while (note := self._notes.get()) is not None:
@@ -231,16 +230,6 @@ class Sender:
                     logger.exception("TrivetConnector: sending failed")
             for pool in self._pools.values():
                 pool.staging.close()
-
-    @contextlib.contextmanager
-    def _on_device(self) -> Iterator[None]:
-        device = self._pages.device
-        if device.type != "cuda":
-            yield
-            return
-        torch.cuda.set_device(device)
-        with torch.cuda.stream(torch.cuda.Stream(device, priority=-1)):  # short kernels, before the engine's long ones
-            yield
 
     def _apply(self, plan: StepPlan) -> None:
         for name in plan.preempted:
