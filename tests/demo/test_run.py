@@ -38,7 +38,7 @@ def nothing(_: str) -> None:
 
 async def failure(service: DemoService) -> tuple[str, str | None]:
     with pytest.raises(EngineFailedError) as caught:
-        await asyncio.wait_for(run_demo(service, "Why?", 8, nothing), 5.0)
+        await asyncio.wait_for(run_demo(service, "Why?", 8, nothing), 20.0)
     return caught.value.problem, caught.value.detail
 
 

@@ -42,7 +42,7 @@ class Guard:
     def close_pipe(self) -> None:
         self.process.stdin.close()
 
-    def status(self, within_s: float = 5.0) -> int:
+    def status(self, within_s: float = 20.0) -> int:
         return self.process.wait(within_s)
 
 
@@ -190,7 +190,7 @@ def test_a_command_that_ignores_it_is_killed_after_the_grace(guarding, ending):
     time.sleep(0.3)
     assert lives(command)
     assert one.status() == 128 + signal.SIGKILL
-    assert 0.4 < time.monotonic() - asked_s < 2.0
+    assert 0.4 < time.monotonic() - asked_s < 10.0
     assert left_of([command]) == []
 
 

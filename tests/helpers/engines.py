@@ -16,11 +16,12 @@ from aiohttp.test_utils import TestServer
 from trivet.render.contract import TokenChunk, TokenRequest
 from trivet.routing.engines import EngineView
 
-WAIT_S = 5.0
+WAIT_S = 20.0
 """Longest that a test waits for something that should happen at once."""
 
-AT_ONCE_S = 1.0
-"""Longest that what must be done within a quarter of a second may take on a busy machine."""
+AT_ONCE_S = 5.0
+"""Longest that what must be done at once may take on a machine that stands still for seconds now and then; what it
+must not wait for takes much longer."""
 
 HANDED_OVER: dict[str, Any] = {
     "do_remote_prefill": True,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-WAIT_S = 5.0
+WAIT_S = 20.0
 """Longest that a test waits for something that should happen at once."""
 
 
@@ -24,7 +24,7 @@ def lives(pid: int) -> bool:
     return state_of(pid) not in (None, "Z", "X")
 
 
-def left_of(pids: Iterable[int], within_s: float = 1.0) -> list[int]:
+def left_of(pids: Iterable[int], within_s: float = WAIT_S) -> list[int]:
     """Those that are still listed, be it as zombies, when the time is over."""
     pids = list(pids)
     until(lambda: not any(state_of(pid) for pid in pids), within_s)

@@ -1106,7 +1106,7 @@ async def test_closing_gives_up_on_a_release_that_takes_too_long(monkeypatch):
         await d.call()
         await cancelled(task)
         ending = await d.call(1)
-        await asyncio.wait_for(service.legs.close(), 0.8)
+        await asyncio.wait_for(service.legs.close(), AT_ONCE_S)
         await ending.end()
         assert (ending.leg, ending.cancelled) == ("release", True)
 

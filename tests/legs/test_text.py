@@ -464,7 +464,7 @@ async def test_acceptance_is_told_before_the_first_event(engine, leg):
     engine.replies = [streaming(more, DONE)]
     pieces = ask_of().decode(leg(), None, None, accepted.set)
     first = asyncio.ensure_future(anext(pieces))
-    await asyncio.wait_for(accepted.wait(), 5)
+    await asyncio.wait_for(accepted.wait(), 20)
     assert not first.done()
     more.set()
     await first

@@ -169,7 +169,7 @@ async def test_silence_counts_from_when_it_is_told_to():
     assert not task.done()
     watching.count()
     with pytest.raises(LegError, match=r"said nothing for 0\.05 s"):
-        await asyncio.wait_for(task, 2)
+        await asyncio.wait_for(task, 4)
 
 
 async def test_it_counts_in_the_waits_behind_that_too():

@@ -48,7 +48,7 @@ class Running:
     async def outputs(self, count: int) -> list:
         """The next outputs."""
         found: list = []
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while len(found) < count:
                 found += (await self.core.get_output_async()).outputs
         return found

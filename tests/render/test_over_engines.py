@@ -172,12 +172,12 @@ async def test_a_full_queue_and_a_late_turn(service):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_deadline(service, stream):
-    slow = dataclasses.replace(SETTINGS, step_ms=50)
+    slow = dataclasses.replace(SETTINGS, step_ms=100)
     async with service("prefill", "decode", settings=slow) as one:
         started_s = time.monotonic()
         body = PROMPT | {"max_tokens": 100, "stream": stream}
         status, _, text = await one.post("/v1/completions", body, **{"X-Trivet-Deadline-S": "0.4"})
-        assert time.monotonic() - started_s < 1.4
+        assert time.monotonic() - started_s < 5  # the answer takes ten
         assert status == (200 if stream else 504)
         assert "deadline" in text
 
@@ -204,13 +204,13 @@ async def test_clients_that_leave_at_random_moments(service, path, stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stop_string_ends_the_decode_leg(service, stream):
-    slow = dataclasses.replace(SETTINGS, step_ms=20)
+    slow = dataclasses.replace(SETTINGS, step_ms=50)
     async with service("prefill", "decode", settings=slow) as one:
         text = json.loads(await one.chat(max_tokens=6))["choices"][0]["message"]["content"]
         stop = text[len(text) // 2 :][:3]
         started_s = time.monotonic()
         answer = await one.chat(max_tokens=200, stop=[stop], stream=stream)
-        assert time.monotonic() - started_s < 2
+        assert time.monotonic() - started_s < 5  # two hundred tokens take ten
         said = joined(answer) if stream else json.loads(answer)["choices"][0]["message"]["content"]
         assert said == text[: text.index(stop)]
         await one.stack.at_rest()

@@ -298,7 +298,7 @@ async def test_a_client_that_leaves_ends_its_request_at_once(start, client):
     (record,) = state.aborts
     assert (record.ended, record.leg, record.executed, state.pool["used"]) == ("client gone", "decode", True, 0)
     assert 0 < record.completion_tokens < 100
-    assert 0 <= state.facts()["aborts"][0]["age_s"] < 1
+    assert 0 <= state.facts()["aborts"][0]["age_s"] < 20
     assert 'finished_reason="abort"} 1.0' in (await client.get(sim, "/metrics")).content.decode()
 
 

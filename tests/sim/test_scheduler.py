@@ -80,7 +80,7 @@ async def test_one_that_has_blocks_is_not_behind_one_that_waits_for_them():
     scheduler._queue_first(large)
     assert list(scheduler.waiting) == [small, large]
     scheduler.start()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while scheduler.unfinished():  # noqa: ASYNC110
             await asyncio.sleep(0)
     await scheduler.stop()

@@ -20,6 +20,8 @@ from trivet.sim.tokens import digest
 from trivet.sim.transfer import OPEN_PATH
 
 KV_BYTES = "vllm:trivet_kv_bytes_total"
+LATE_S = 0.4
+"""What a busy machine may add; KV that does not hide behind prefill would take longer."""
 
 
 def held(name="t", *, first_token=False) -> dict:
@@ -230,7 +232,7 @@ async def test_decode_takes_no_blocks_before_prefill_begins(trivet, legs):
 
 @pytest.mark.parametrize(
     ("prefill_ms", "ms_per_token", "behind_s"),
-    [(100, 0, 0.02), (300, 5, 0.02), (0, 2, 0.082)],
+    [(100, 0, 0.02), (900, 15, 0.02), (0, 2, 0.082)],
     ids=["the last piece", "hidden behind prefill", "slower than prefill"],
 )
 @pytest.mark.parametrize("slow", ["prefill", "decode"])
@@ -241,7 +243,7 @@ async def test_kv_moves_while_prefill_computes(trivet, legs, prefill_ms, ms_per_
     await legs.both(prefill, decode, max_tokens=1)
     (begun,), (done,) = prefill.state().requests, decode.state().requests
     took_s = done.first_token_s - begun.first_token_s
-    assert behind_s - 0.005 <= took_s < behind_s + 0.15
+    assert behind_s - 0.005 <= took_s < behind_s + LATE_S
 
 
 async def test_steps_go_on_while_kv_moves(trivet, legs, client):
