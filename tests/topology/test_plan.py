@@ -314,6 +314,22 @@ def test_cpu_engines_have_disjoint_cores(text, available, expected):
         assert variable(plan.engine(name), "TRIVET_CPU_CORES") == joined
 
 
+@pytest.mark.parametrize(
+    ("parallel", "available", "bound", "notes"),
+    [
+        ("tensor_parallel: 2", 8, "0,2|1", 0),
+        ("tensor_parallel: 3", 4, "0|1|0", 2),
+        ("flags: {pipeline-parallel-size: 2}", 2, "0|0", 2),
+        ("tensor_parallel: 2, flags: {pipeline-parallel-size: 2}", 8, "0|1|2|0", 2),
+    ],
+)
+def test_each_rank_on_cpus_has_cores_or_shares_them_with_a_note(parallel, available, bound, notes):
+    """vLLM does not start with fewer lists of cores than ranks."""
+    plan = plan_of(f"tiers: {{mixed: {{replicas: 2, {parallel}}}}}", cpu(available))
+    assert variable(plan.engine("mixed-0"), "VLLM_CPU_OMP_THREADS_BIND") == bound
+    assert sum("ranks share" in note for note in plan.notes) == notes
+
+
 def test_an_engine_of_someone_else_on_this_host_may_sit_on_our_cores():
     text = "tiers: {prefill: , decode: {engines: [{url: 'http://127.0.0.1:1'}]}}"
     (note,) = plan_of(text, cpu()).notes

@@ -232,7 +232,7 @@ class _Planner:
                     self._check_needs_nothing(entry)
                 if entry.device == "cpu" and entry.gpus:
                     raise TopologyError(f"{entry.where(self._topology)}: {entry.name}: a CPU engine has no gpus")
-                if entry.gpus and len(entry.gpus) != self._gpus_wanted(entry):
+                if entry.gpus and len(entry.gpus) != self._ranks(entry):
                     raise TopologyError(
                         f"{entry.where(self._topology)}: {entry.name}: {len(entry.gpus)} GPU(s) for tensor_parallel "
                         f"{self._tensor_parallel(entry)}{self._other_parts(entry)}",
@@ -287,7 +287,7 @@ class _Planner:
         """As the topology says; else over all GPUs that it names."""
         return entry.tensor_parallel or max(1, len(entry.gpus or ()) // self._replicated(entry))
 
-    def _gpus_wanted(self, entry: _Entry) -> int:
+    def _ranks(self, entry: _Entry) -> int:
         return self._tensor_parallel(entry) * self._replicated(entry)
 
     def _replicated(self, entry: _Entry) -> int:
@@ -412,7 +412,8 @@ class _Planner:
             put("VLLM_CPU_KVCACHE_SPACE", str(entry.cpu_kv_gib), "GiB for KV; unset, vLLM takes most of the memory")
             if cores:
                 joined = ",".join(str(core) for core in cores)
-                put("VLLM_CPU_OMP_THREADS_BIND", joined, "its own cores, so that tiers do not slow each other")
+                bound = _bound(cores, self._ranks(entry))
+                put("VLLM_CPU_OMP_THREADS_BIND", bound, "its own cores, so that tiers do not slow each other")
                 put("TRIVET_CPU_CORES", joined, "keeps NIXL from pinning every engine to the host's last core")
             if "enforce-eager" not in {name.removeprefix("no-") for name in flag_names(own_flags)}:
                 put("TORCHDYNAMO_DISABLE", "1", "else the first log-probabilities wait 20 s for a compiler")
@@ -467,6 +468,10 @@ class _Planner:
                 f"{len(rest)} CPU engines share {len(pool)} core(s) ({places}): they slow each other, and times mean "
                 f"little{stall}"
             )
+        for entry in here:
+            cores, ranks = shares[entry.name], self._ranks(entry)
+            if len(cores) < ranks:
+                self._notes.append(f"{entry.name}: {ranks} ranks share {len(cores)} core(s): they slow each other")
         return shares
 
     def _share_gpus(self, entries: Sequence[_Entry]) -> dict[str, tuple[int, ...]]:
@@ -480,7 +485,7 @@ class _Planner:
             host = entry.engine.host
             named = {gpu for e in cuda if e.engine.host == host for gpu in e.gpus or ()}
             picked: list[int] = []
-            while len(picked) < self._gpus_wanted(entry):
+            while len(picked) < self._ranks(entry):
                 if next_free[host] not in named:
                     picked.append(next_free[host])
                 next_free[host] += 1
@@ -727,6 +732,12 @@ def _shared_cores(entries: Sequence[_Entry], pool: Sequence[int]) -> dict[str, t
         shares[entry.name] = (cores[seen[entry.tier] % len(cores)],)
         seen[entry.tier] += 1
     return shares
+
+
+def _bound(cores: Sequence[int], ranks: int) -> str:
+    """An engine's cores as ``VLLM_CPU_OMP_THREADS_BIND`` wants them: a list for each rank, ``|`` between them."""
+    groups = [cores[rank::ranks] or (cores[rank % len(cores)],) for rank in range(ranks)]
+    return "|".join(",".join(str(core) for core in group) for group in groups)
 
 
 _ALONE = 0.9
