@@ -27,7 +27,10 @@ class GenerationRecord:
     generation_id: str
     prompt_tokens: int
     rendered_s: float
+    intended_split: bool = False
+    """Two engines were asked for it: one for the prompt, one for the answer."""
     split: bool = False
+    """What came of that: False also where decode computed the prompt itself, as the KV did not come."""
     reason: str = ""
     """Why it was served split or colocated; a fallback names the fault."""
     prefill_engine: str | None = None
@@ -44,7 +47,7 @@ class GenerationRecord:
     finish_reason: str | None = None
     error: str | None = None
     transfer_problem: str | None = None
-    """Why prefill could not hand its KV over, in its connector's words, so that decode computed the prompt itself."""
+    """Why decode computed the prompt itself: in the words of prefill's connector, or that decode's log says it."""
     cached_late: Mapping[str, int | None] | None = None
     """The cache counts, if they were known only after the first token."""
     attempts: int = 0
@@ -56,6 +59,7 @@ class GenerationRecord:
         """The record as plain JSON values; durations in milliseconds."""
         return {
             "id": self.generation_id,
+            "intended_split": self.intended_split,
             "split": self.split,
             "reason": self.reason,
             "prefill_engine": self.prefill_engine,

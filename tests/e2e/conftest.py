@@ -214,7 +214,7 @@ def deployment(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     modules = ", ".join(f"{name}={path}" for name, path in adapters.items())
     topology = parse_topology(TOPOLOGY.replace("MODEL_PATH", str(tiny_model)).replace("ADAPTER_MODULES", modules))
     plan = make_plan(topology, ports, model=str(tiny_model))
-    engines = tuple(_spoilable(one, spoil) if one.tier == "decode" else one for one in plan.engines)
+    engines = tuple(spoilable(one, spoil) if one.tier == "decode" else one for one in plan.engines)
     running = Deployment(dataclasses.replace(plan, engines=engines), folder, spoil)
     try:
         running.start()
@@ -266,7 +266,7 @@ def parity(
     running.close()
 
 
-def _spoilable(engine: EnginePlan, control: Path) -> EnginePlan:
+def spoilable(engine: EnginePlan, control: Path) -> EnginePlan:
     """The decode engine with a connector that is the topology's until a test asks it to spoil a transfer."""
     settings, (name, module) = [], SPOILED
     for setting in engine.settings:

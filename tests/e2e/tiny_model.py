@@ -18,6 +18,7 @@ HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FEED_FORWARD, VOCABULARY = 128, 3, 4,
 END = 2
 """The end-of-sequence token, ``<|im_end|>``."""
 MARKS = {13: "<tool_call>", 14: "</tool_call>", 15: "<think>", 16: "</think>"}
+WINDOWED_LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 KV_BYTES_PER_TOKEN = LAYERS * 2 * KV_HEADS * HEAD_DIM * 4
 
 
@@ -73,6 +74,39 @@ def write_tiny_model(folder: Path, seed: int = 1) -> Path:
         "vocab_size": VOCABULARY,
     }
     (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write_windowed_model(folder: Path, family: str, window: int, seed: int = 1) -> Path:
+    """A model of that family, with random weights, whose attention, or that of some layers, looks ``window`` back."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=FEED_FORWARD,
+        num_hidden_layers=len(WINDOWED_LAYERS),
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=4096,
+        sliding_window=window,
+        bos_token_id=1,
+        eos_token_id=END,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+        **({"layer_types": WINDOWED_LAYERS, "query_pre_attn_scalar": HEAD_DIM} if family == "gemma3_text" else {}),
+    )
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).float()
+    for weights in model.parameters():
+        if weights.dim() > 1:
+            torch.nn.init.normal_(weights, std=0.08)
+    model.save_pretrained(folder)
+    write_tokenizer(demo_gguf_fields(), folder)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return folder
 
 

@@ -55,6 +55,16 @@ SPLIT = 'served="split"'
 PAIR = 'decode="decode-0",prefill="prefill-0"'
 
 
+@pytest.mark.parametrize(("intended", "split", "counted"), [(True, True, 0), (True, False, 1), (False, False, 0)])
+def test_what_was_to_be_split_and_was_not_is_counted(intended, split, counted):
+    metrics = GatewayMetrics()
+    metrics.ended(record(intended_split=intended, split=split), OWNER)
+    found = samples(metrics)
+    assert found["trivet_recomputed_generations_total"] == counted
+    served = "split" if split else "colocated"
+    assert found[f'trivet_generations_total{{outcome="stop",served="{served}"}}'] == 1
+
+
 def test_a_split_generation_is_counted_whole():
     metrics = GatewayMetrics()
     metrics.ended(record(), OWNER)

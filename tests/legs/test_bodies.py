@@ -14,6 +14,7 @@ from trivet.legs.bodies import (
     prefill_body,
     release_body,
     whole_body,
+    why_unsplittable,
 )
 from trivet.render.contract import TokenRequest
 
@@ -258,6 +259,18 @@ def test_a_first_token_that_the_answer_depends_on_further_may_not_be_handed_over
 
 def test_the_prompts_log_probabilities_are_more_than_a_token():
     assert first_token_may_be_handed_over(token_request(sampling=GREEDY, prompt_logprobs=0)) is False
+
+
+@pytest.mark.parametrize(("said", "splits"), [(None, True), (False, True), (True, False)])
+def test_what_wants_no_cache_read_is_handed_nothing(said, splits):
+    request = token_request(sampling=GREEDY | {"skip_reading_prefix_cache": said})
+    assert (why_unsplittable(request) is None) is splits
+    assert first_token_may_be_handed_over(request) is splits
+
+
+def test_nothing_else_of_a_request_keeps_it_from_being_handed_kv():
+    more = {"prompt_logprobs": 1, "cache_salt": "pepper", "priority": 3, "reasoning_ended": True}
+    assert why_unsplittable(token_request(sampling=GREEDY | {"seed": 7, "extra_args": {"a": 1}}, **more)) is None
 
 
 # what another engine could continue

@@ -20,6 +20,7 @@ from helpers.engines import (
     hanging,
     json_answer,
     nobody_listens,
+    raw_answer,
     refusing,
     speaking,
     streaming,
@@ -30,10 +31,11 @@ from helpers.processes import holds
 from helpers.service import Service, cancelled, dead, decode, mixed, owned_by, prefill, serving
 from trivet.connectors import TrivetConnector
 from trivet.journal import RequestRecord, now_s
+from trivet.legs import life
 from trivet.legs.life import Legs
 from trivet.legs.text import CHAT, TextAsk
 from trivet.legs.watch import Patience
-from trivet.render.contract import TokenChunk, TokenLogprobs, TokenRequest
+from trivet.render.contract import ServingError, TokenChunk, TokenLogprobs, TokenRequest
 
 GREEDY = {"temperature": 0.0, "max_tokens": 3, "detokenize": False}
 SEEDED = {"temperature": 0.7, "seed": 7, "max_tokens": 2}
@@ -338,7 +340,7 @@ async def test_prefill_that_fails_ends_decode_and_both_are_tried_again(reply):
             await d.calls[0].end()
             assert d.calls[0].cancelled
     assert service.record.prefill_engine == "prefill-1"
-    assert released(p) == released(q) == []
+    assert released(q) == []
 
 
 async def test_what_prefill_refuses_as_the_clients_fault_is_the_clients_to_see():
@@ -663,6 +665,212 @@ async def test_clients_that_leave_at_any_moment_leave_nothing_behind(aborts):
 async def leaving(legs: Legs) -> None:
     async for _ in legs.run(request()):
         pass
+
+
+# every way out releases what prefill may hold, once: the gateway has named the transfer, and needs no answer for that
+
+
+def when(go: asyncio.Event, inner: Reply) -> Reply:
+    async def reply(http: web.Request) -> web.StreamResponse:
+        await go.wait()
+        return await inner(http)
+
+    return reply
+
+
+async def left(_: Service, task: asyncio.Task, __: asyncio.Event) -> None:
+    task.cancel()
+
+
+def left_again(rounds: int):
+    async def left_again(_: Service, task: asyncio.Task, __: asyncio.Event) -> None:
+        for _ in range(3):  # a stop string matches, the client leaves, the worker stops
+            task.cancel()
+            for _ in range(rounds):
+                await asyncio.sleep(0)
+
+    return left_again
+
+
+async def stopped(service: Service, task: asyncio.Task, _: asyncio.Event) -> None:
+    task.cancel()
+    await service.legs.close()  # and then there is no session any more
+    await service.legs.session.close()
+
+
+async def answered(_: Service, __: asyncio.Task, go: asyncio.Event) -> None:
+    go.set()
+
+
+async def lost(service: Service, _: asyncio.Task, __: asyncio.Event) -> None:
+    service.loses("decode-0", "not ready")
+
+
+async def late(_: Service, __: asyncio.Task, ___: asyncio.Event) -> None:
+    """Nothing is done: the deadline passes."""
+
+
+WAYS_OUT = {
+    "the client leaves": (hanging(), left),
+    "it leaves again at once": (hanging(), left_again(0)),
+    "it leaves again while its legs are ended": (hanging(), left_again(1)),
+    "and again": (hanging(), left_again(2)),
+    "the worker stops": (hanging(), stopped),
+    "the deadline passes": (hanging(), late),
+    "decode is full": (refusing(503), answered),
+    "decode refuses": (refusing(400), answered),
+    "decode fails": (refusing(500), answered),
+    "decode sends garbage": (raw_answer(b"garbage"), answered),
+    "decode breaks off": (cutting(), answered),
+    "decode begins and breaks off": (streaming(b": parked\n\n", cut=True), answered),
+    "decode goes out of service": (hanging(), lost),
+}
+
+
+@pytest.mark.parametrize("computes", [True, False], ids=["while prefill computes", "behind its answer"])
+@pytest.mark.parametrize("way", WAYS_OUT)
+async def test_every_way_out_releases_the_transfer_once(way, computes):
+    reply, act = WAYS_OUT[way]
+    go = asyncio.Event()
+    p, m = of_prefill(*([hanging()] if computes else []), met()), mixed()
+    d = decode(when(go, reply) if act is answered else reply, speaking(8))
+    owner = RequestRecord("r", "/", deadline_s=now_s() + 1.0 if act is late else None)
+    with owned_by(owner):
+        async with together(p, d, m) as service:
+            task = asyncio.create_task(service.ask())
+            await p.call()
+            await d.call()
+            if not computes:
+                await holds(lambda: tokens_of(service.chunks) == [7])
+            await act(service, task, go)
+            await asyncio.wait([task])
+            assert task.cancelled() or task.exception() is None or isinstance(task.exception(), ServingError)
+            await service.legs.close()
+    assert released(p) == [{"release_transfer": params_of(p.calls[0])["transfer_id"]}]
+
+
+@pytest.mark.parametrize(
+    ("reply", "may_hold"),
+    [
+        (cutting(), True),
+        (raw_answer(b"garbage"), True),
+        (raw_answer(b'{"choices": 5}', kind="application/json"), True),
+        (refusing(500), True),
+        (refusing(503), False),
+        (refusing(400), False),
+        (refusing(404), False),
+    ],
+    ids=["cut", "garbage", "another form", "500", "full", "refused", "not found"],
+)
+async def test_an_answer_of_prefills_that_is_lost_is_released_once(reply, may_hold):
+    p, d, m = of_prefill(reply, met()), decode(hanging(), speaking(8)), mixed()
+    async with together(p, d, m) as service:
+        await asyncio.gather(service.ask(), return_exceptions=True)
+        await service.legs.close()
+    assert released(p) == [{"release_transfer": params_of(p.calls[0])["transfer_id"]}] * may_hold
+
+
+async def test_closing_waits_for_generations_that_were_told_to_end():
+    p, d = of_prefill(hanging(), met()), decode(hanging())
+    async with together(p, d) as service:
+        task = asyncio.create_task(service.ask())
+        await d.call()
+        task.cancel()
+        assert service.legs.running == 1
+        await service.legs.close()
+        assert (service.legs.running, len(released(p))) == (0, 1)
+
+
+async def test_closing_does_not_wait_for_long_for_one_that_was_not(monkeypatch):
+    monkeypatch.setattr(life, "_ENDING_S", 0.01)
+    p, d = of_prefill(hanging(), met()), decode(hanging())
+    async with together(p, d) as service:
+        task = asyncio.create_task(service.ask())
+        await d.call()
+        async with asyncio.timeout(AT_ONCE_S):
+            await service.legs.close()
+        assert not task.done()
+        await cancelled(task)
+
+
+# what was intended, and what came of it
+
+
+@pytest.mark.parametrize(("cached", "split"), [(None, True), (3, True), (2, True), (1, False), (0, False)])
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED | {"max_tokens": 3}], ids=["prefills first", "decodes first"])
+async def test_a_transfer_that_failed_behind_prefills_answer_is_told(cached, split, sampling):
+    p, d = of_prefill(met(7, cached=0)), decode(speaking(8, 9, cached=cached))
+    async with together(p, d) as service:
+        await service.ask(sampling=sampling)
+    facts = service.record.facts(0.0)
+    assert (facts["intended_split"], facts["split"]) == (True, split)
+    problem = None if split else "decode-0 computed the prompt itself; its log says why"
+    assert facts["transfer_problem"] == problem
+    assert facts["cached_tokens"] == 0  # prefill's: what decode found is none of the client's
+
+
+async def test_one_that_failed_before_it_keeps_prefills_words():
+    p, d = of_prefill(met(7, problem="no mover")), decode(speaking(8, 9, cached=0))
+    async with together(p, d) as service:
+        await service.ask(sampling=GREEDY)
+    assert (service.record.intended_split, service.record.split) == (True, False)
+    assert service.record.transfer_problem == "no mover"
+
+
+async def test_what_needs_no_second_engine_is_not_meant_to_have_one():
+    p, d, m = of_prefill(), decode(), mixed()
+    async with together(p, d, m) as service:
+        await service.ask(sampling=GREEDY | {"max_tokens": 1})
+        assert (service.record.intended_split, service.record.split) == (False, False)
+        await service.ask(unsplittable="the test wants it")
+        assert (service.record.intended_split, service.record.split) == (False, False)
+
+
+async def test_an_attempt_that_follows_forgets_the_problem_of_the_one_before():
+    p, d, m = of_prefill(met(7, problem="no mover")), decode(refusing(500)), mixed()
+    async with together(p, d, m) as service:
+        await service.ask(sampling=SEEDED)
+    assert service.record.decode_engine == "mixed-0"
+    assert (service.record.intended_split, service.record.transfer_problem) == (False, None)
+
+
+@pytest.mark.parametrize(("cached", "split"), [(None, True), (3, True), (0, False)])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_it_is_told_on_the_text_plane_too_where_usage_says_it(cached, split, stream):
+    counts = {"prompt_tokens": 3, "completion_tokens": 1}
+    if cached is not None:
+        counts["prompt_tokens_details"] = {"cached_tokens": cached}
+    end, usage = {"choices": [{"finish_reason": "stop"}]}, {"usage": counts}
+    reply = streaming(end, {"choices": [], **usage}, DONE) if stream else json_answer(end | usage)
+    async with together(of_prefill(met(7, cached=2)), decode(reply)) as service:
+        await text_of(service, text_ask(stream=stream))
+    assert (service.record.intended_split, service.record.split) == (True, split)
+
+
+# no cache is to be read
+
+
+async def test_what_wants_no_cache_read_is_served_by_one_engine():
+    p, d, m = of_prefill(), decode(speaking(5)), mixed()
+    async with together(p, d, m) as service:
+        assert tokens_of(await service.ask(sampling=GREEDY | {"skip_reading_prefix_cache": True})) == [8, 9]
+        assert service.record.reason == "it wants no KV read that is there (skip_reading_prefix_cache)"
+        assert tokens_of(await service.ask(sampling=GREEDY | {"skip_reading_prefix_cache": False})) == [7, 5]
+    assert m.calls[0].body["sampling_params"]["skip_reading_prefix_cache"] is True
+
+
+# nothing more can be had
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED | {"max_tokens": 3}], ids=["could be continued", "could not"])
+async def test_an_answer_that_breaks_off_behind_its_last_token_is_ended_without_an_engine(sampling):
+    """No engine could be asked: a prompt that fills the model's length is refused."""
+    made = [chunk(8), chunk(9)] if sampling is GREEDY else [chunk(7), chunk(8), chunk(9)]
+    p, d = of_prefill(), decode(streaming(*made, cut=True))
+    async with together(p, d) as service:
+        chunks = await service.ask(sampling=sampling)
+    assert (tokens_of(chunks), chunks[-1].finish_reason) == ([7, 8, 9], "length")
+    assert (p.legs(), d.legs()) == (["prefill"], ["decode"])
 
 
 # the text plane

@@ -156,11 +156,13 @@ async def test_a_leg_alone_tells_its_own_cache(session, engine):
     assert [(one.cached_tokens, one.created_cache_tokens) for one in chunks] == [(None, None), (1, 2)]
 
 
-async def test_an_answer_that_is_all_there_asks_nobody(session, engine):
-    ask = ask_of()
-    ask.note(GenerationRecord("gen", 3, 0.0), TokenChunk([5, 6]))
-    assert await decoded(ask, leg_to(engine, session)) == [TokenChunk((), finish_reason="length")]
-    assert engine.calls == []
+def test_the_end_of_an_answer_that_is_all_there_is_known():
+    ask, record = ask_of(), GenerationRecord("gen", 3, 0.0)
+    assert ask.unsaid_end is None
+    ask.note(record, TokenChunk([5]))
+    assert ask.unsaid_end is None
+    ask.note(record, TokenChunk([6]))
+    assert ask.unsaid_end == TokenChunk((), finish_reason="length")
 
 
 async def test_an_answer_that_is_kept_gives_signs_of_life_and_comes_at_its_end(session, engine):

@@ -102,6 +102,55 @@ async def test_who_sees_nothing_before_the_end_can_have_it_begun_anew(core, make
     assert (await asked(core, request)).whole is whole
 
 
+@pytest.mark.parametrize("prompt", [5, 6, 7])
+@pytest.mark.parametrize(("wanted", "least"), [(1, 0), (1, 1), (2, 1), (2, 2), (3, 0), (100, 0), (100, 3), (100, 100)])
+async def test_no_more_is_asked_for_than_the_models_length_leaves(core, make_request, prompt, wanted, least):
+    """``check_stop`` ends an answer there with the same reason, whatever was asked for."""
+    one = Running(core)
+    one.core.attach(SimpleNamespace(request_states={}), 8)
+    request = make_request({"max_tokens": wanted, "min_tokens": least}, prompt_token_ids=list(range(prompt)))
+    await one.core.add_request_async(request)
+    await one.outputs(1)
+    asked = one.engine.request.sampling
+    assert asked["max_tokens"] == min(wanted, 8 - prompt)
+    assert asked.get("min_tokens", 0) == min(least, 8 - prompt)
+    assert request.sampling_params.max_tokens == wanted  # vLLM's own is as it was
+
+
+KNOWN_SAMPLING = {
+    "how many": {"n", "max_tokens", "min_tokens", "ignore_eos", "stop_token_ids"},
+    "of one position": {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "logit_bias",
+        "allowed_token_ids",
+        "repetition_penalty",
+    },
+    "of the answer so far": {
+        *("presence_penalty", "frequency_penalty", "seed", "structured_outputs", "extra_args", "bad_words"),
+        *("thinking_token_budget", "repetition_detection", "trace_decode_token_ids", "watermarking"),
+    },
+    "of the prompt, told by prefill or refused": {
+        *("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "routed_experts_prompt_start"),
+    },
+    "keeps KV from being read": {"skip_reading_prefix_cache"},
+    "told beside a token": {"logprobs", "logprob_token_ids"},
+    "of the text, or of vLLM's own process": {
+        *("stop", "flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind"),
+        *("include_stop_str_in_output", "stream_interval", "skip_clone", "output_text_buffer_length"),
+        *("_eos_token_id", "_all_stop_token_ids", "_watermarking_skipped", "_bad_words_token_ids"),
+    },
+}
+"""What each of vLLM's sampling parameters means to an answer that two engines make."""
+
+
+def test_every_sampling_parameter_is_known(core):
+    """One that a later vLLM brings may change whether KV that is handed over is used, or what counts the answer."""
+    assert set(core.SamplingParams.__struct_fields__) - set().union(*KNOWN_SAMPLING.values()) == set()
+
+
 @pytest.mark.parametrize(
     ("wanted", "expected"), [(None, None), (0, 1), (1, 2), (20, 21), (-1, -1)], ids=["none", "0", "1", "20", "all"]
 )
@@ -271,7 +320,7 @@ async def test_cached_tokens_that_are_told_last_are_put_where_vllm_keeps_them(co
 
     state = SimpleNamespace(num_cached_tokens=0, num_cache_creation_tokens=9)
     one = Running(core, script)
-    one.core.attach(Processor(state) if known else SimpleNamespace(request_states={}))
+    one.core.attach(Processor(state) if known else SimpleNamespace(request_states={}), 256)
     await one.core.add_request_async(make_request())
     await one.outputs(2)
     assert (state.num_cached_tokens, state.num_cache_creation_tokens) == ((2, 0) if known else (0, 9))

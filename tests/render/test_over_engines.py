@@ -46,10 +46,10 @@ class Service:
 @pytest.fixture
 def service(serving, model_folder):
     @contextlib.asynccontextmanager
-    async def opened(*tiers, settings=SETTINGS, **more):
+    async def opened(*tiers, settings=SETTINGS, flags=(), **more):
         async with (
             stack(*tiers, settings=settings, **more) as built,
-            serving(model_folder, *FLAGS, engine=built.legs) as served,
+            serving(model_folder, *FLAGS, *flags, engine=built.legs) as served,
             listening(built.gateway(frontend=served.app)) as url,
             aiohttp.ClientSession() as session,
         ):
@@ -215,3 +215,42 @@ async def test_a_stop_string_ends_the_decode_leg(service, stream):
         assert said == text[: text.index(stop)]
         await one.stack.at_rest()
         assert one.stack.sim("decode-0").state().requests[-1].was_aborted
+
+
+@pytest.mark.parametrize("connector", ["TrivetConnector", "NixlConnector"])
+async def test_answers_that_end_with_the_models_length_are_those_of_one_engine(service, connector):
+    """``/inference/v1/generate`` does not cut ``max_tokens``: behind a first token that fills the length is none."""
+    settings = dataclasses.replace(SETTINGS, kv_connector=connector)
+    at = "/inference/v1/generate"
+    async with service("prefill", "decode", "mixed", settings=settings, flags=("--enable-scale-out",)) as one:
+        for room in (3, 2, 1, 0):
+            ids = [300 + number % 100 for number in range(256 - room)]
+            for sampling in ({}, {"min_tokens": 5}, {"seed": 7, "temperature": 0.7}, {"logprobs": 1}):
+                for stream in (False, True):
+                    asked = {"temperature": 0, "ignore_eos": True, "max_tokens": 9, **sampling}
+                    body = {"model": MODEL, "token_ids": ids, "sampling_params": asked, "stream": stream}
+                    case = (room, sampling, stream)
+                    whole = await one.post(at, body, **{"X-Trivet-Serve": "colocated"})
+                    split = await one.post(at, body)
+                    assert told(split) == told(whole), case
+                    if room == 0:
+                        assert "longer than the maximum model length of 256" in str(told(split)), case
+                        continue
+                    status, tokens, reason = told(split)
+                    assert (status, len(tokens), reason) == (200, room, "length"), case
+                    (record,) = (await one.record(split[1]["x-request-id"]))["generations"]
+                    alone = connector == "TrivetConnector" and room == 1 and "seed" not in sampling
+                    assert record["decode_engine"] == (None if alone else "decode-0"), case
+                    assert (record["error"], record["attempts"], record["transfer_problem"]) == (None, 1, None), case
+
+
+def told(reply):
+    """Status, tokens and end of an answer of ``/inference/v1/generate``; of a refusal what it says, in a stream too."""
+    status, headers, text = reply
+    if status != 200:
+        return status, json.loads(text)["error"]["message"]
+    found = events(text) if headers["content-type"].startswith("text/event-stream") else [json.loads(text)]
+    if "error" in found[0]:
+        return status, found[0]["error"]["message"]
+    choices = [choice for one in found for choice in one["choices"]]
+    return status, [token for one in choices for token in one["token_ids"]], choices[-1]["finish_reason"]

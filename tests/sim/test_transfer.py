@@ -167,14 +167,36 @@ async def test_the_parameters_are_the_connectors(pair, legs, client):
     assert known.bytes_metric == KV_BYTES
 
 
-@pytest.mark.parametrize(("change", "reason"), [({"max_tokens": 1}, "length"), ({"stop_token_ids": True}, "stop")])
-async def test_an_answer_that_ends_with_the_first_token_ends_at_decode_too(pair, legs, client, change, reason):
+async def test_decode_goes_on_behind_a_first_token_that_ends_the_answer(pair, legs, client):
+    """As vLLM does, which looks at tokens that it has made: whoever is told the token ends decode."""
     prefill, decode = pair
-    (first,) = (await client.generate(prefill, max_tokens=1)).tokens
-    sampling = {"stop_token_ids": [first]} if "stop_token_ids" in change else change
-    _, streamed = await legs.both(prefill, decode, first_token=True, **sampling)
+    first, second, *_ = (await client.generate(prefill, max_tokens=3)).tokens
+    _, streamed = await legs.both(prefill, decode, first_token=True, max_tokens=2, stop_token_ids=[first])
+    assert streamed.tokens == [second]
+    await settled(prefill, decode)
+
+
+@pytest.mark.parametrize("room", ["max_tokens", "max_model_len"])
+async def test_a_first_token_behind_which_is_no_room_ends_decode_with_an_error(trivet, legs, client, room):
+    length = {"max_model_len": len(PROMPT) + 1} if room == "max_model_len" else {}
+    prefill, decode = await trivet("prefill"), await trivet("decode", **length)
+    max_tokens = 1 if room == "max_tokens" else 5
+    _, streamed = await legs.both(prefill, decode, first_token=True, max_tokens=max_tokens)
     assert streamed.tokens == []
-    assert streamed.events[0]["choices"][0]["finish_reason"] == reason
+    assert "error" in streamed.events[0]
+    await settled(prefill, decode)
+
+
+async def test_a_request_that_reads_no_cache_is_handed_kv_all_the_same(pair, legs, client):
+    prefill, decode = pair
+    moved = []
+    for name in ("t0", "t1"):
+        _, streamed = await legs.both(
+            prefill, decode, name, first_token=True, max_tokens=2, skip_reading_prefix_cache=True
+        )
+        assert len(streamed.tokens) == 1
+        moved.append(await metric(client, decode, f"{KV_BYTES}{{"))
+    assert moved[1] == 2 * moved[0] > 0  # what decode had of the first is not read for the second
     await settled(prefill, decode)
 
 

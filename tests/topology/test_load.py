@@ -73,6 +73,11 @@ REFUSALS = [
         "trivet.yaml:6: kv.options: movers is a list of shm, cuda_p2p, pinned, the preferred one first (got ['fax'])",
     ),
     (
+        SPLIT.replace("prefill:", "prefill:\n    engines:\n      - kv_address: unix:/" + "x" * 102),
+        f"trivet.yaml:4: tiers.prefill.engines.0.kv_address: the path in {'unix:/' + 'x' * 102!r} has 103 bytes; "
+        "choose one of at most 102 (Unix sockets have 107, and ranks append their number)",
+    ),
+    (
         SPLIT + "kv:\n  connector: MagicConnector\n",
         "trivet.yaml:5: kv.connector: unknown connector 'MagicConnector'; Trivet speaks NixlConnector, TrivetConnector",
     ),

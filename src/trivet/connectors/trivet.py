@@ -10,21 +10,12 @@ it. KV that no decode engine has asked for is released at prefill, by a request 
 
 from __future__ import annotations
 
-import math
-import os
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trivet.connectors.address import default_address
 from trivet.connectors.base import EngineSettings, Need, Side
-
-_SCHEME = "unix:"
-_LONGEST_PATH_BYTES = 90
-"""Of the 107 that Linux allows a Unix socket's path; what the engine's ranks listen at is longer by their number."""
-
-MOVERS = ("shm", "cuda_p2p", "pinned")
-"""What KV can travel by, as the option ``movers`` names it."""
+from trivet.connectors.options import Options
 
 
 class TrivetConnector:
@@ -49,21 +40,11 @@ class TrivetConnector:
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """See ``Connector``."""
-        for name, value in options.items():
-            if name not in _OPTIONS:
-                raise ValueError(f"{self.name} has no option {name!r} (there are: {', '.join(sorted(_OPTIONS))})")
-            fits, told = _OPTIONS[name]
-            if not fits(value):
-                raise ValueError(f"{name} is {told} (got {value!r})")
-        pieces = options.get("piece_mib", _PIECE_MIB)
-        if options.get("staging_mib", _STAGING_MIB) < 2 * pieces:
-            raise ValueError(f"staging_mib holds at least two pieces of piece_mib ({pieces})")
+        Options.of(options)
 
     def peer_address(self, port: int) -> str | None:
         """A socket of this user's, named by the engine's HTTP port, which no two engines of a host share."""
-        paths = [folder / f"{port}.sock" for folder in _runtime_folders()]
-        fitting = (path for path in paths if len(os.fsencode(path)) <= _LONGEST_PATH_BYTES)
-        return f"{_SCHEME}{next(fitting, paths[-1])}"
+        return default_address(str(port))
 
     def engine_settings(
         self,
@@ -119,40 +100,3 @@ class TrivetConnector:
         transfer_id = answered.get("transfer_id")
         held = answered.get("handed_over", answered.get("do_remote_decode"))
         return {"release_transfer": transfer_id} if transfer_id and held else None
-
-
-_STAGING_MIB, _PIECE_MIB = 256, 32
-"""What the connector takes unless told."""
-
-
-def _runtime_folders() -> Iterator[Path]:
-    """Where this user's sockets may lie, the best first; the last has the shortest path."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime and Path(runtime).is_dir():
-        yield Path(runtime) / "trivet"
-    own = f"trivet-{os.getuid()}"
-    yield Path(tempfile.gettempdir()).absolute() / own
-    yield Path("/tmp") / own
-
-
-def _are_movers(value: object) -> bool:
-    known = isinstance(value, list) and all(isinstance(one, str) and one in MOVERS for one in value)
-    return known and bool(value) and len(set(value)) == len(value)  # type: ignore[arg-type, call-overload]
-
-
-def _whole_number(least: int) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_lease(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-
-
-_OPTIONS: Mapping[str, tuple[Callable[[object], bool], str]] = {
-    "movers": (_are_movers, f"a list of {', '.join(MOVERS)}, the preferred one first"),
-    "staging_mib": (_whole_number(8), "a whole number of at least 8"),
-    "piece_mib": (_whole_number(1), "a whole number of at least 1"),
-    "lease_s": (_is_lease, "a number above 0"),
-    "checksums": (lambda value: isinstance(value, bool), "true or false"),
-}
-"""What each option may be, and how that is said."""

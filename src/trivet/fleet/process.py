@@ -82,7 +82,8 @@ class GuardedProcess:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(child, signal.SIGKILL)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), _POLL_S)
+                async with asyncio.timeout(_POLL_S):
+                    await self._process.wait()
 
     def family(self) -> dict[int, str]:
         """The processes below the engine's server that vLLM titles ``VLLM::EngineCore`` or ``VLLM::Worker``, by id."""

@@ -19,6 +19,7 @@ from trivet.fleet import probe
 from trivet.gateway.admission import Admission
 from trivet.gateway.metrics import GatewayMetrics, Gauges
 from trivet.journal import Journal, RequestRecord, current_request, now_s
+from trivet.legs.ending import end
 from trivet.legs.life import Legs
 from trivet.render.contract import ServingError
 from trivet.routing.choose import choose
@@ -305,8 +306,7 @@ class GatewayApp:
             finally:
                 leaving.cancel()
                 if not waiting.done():
-                    waiting.cancel()
-                    await asyncio.wait([waiting])
+                    await end(waiting)
                 if not waiting.cancelled():
                     waiting.exception()  # looked at, also where nobody is there to be told
             if not done:

@@ -76,6 +76,11 @@ class GatewayMetrics:
         self.resumes = Counter(
             "trivet_resumes", "Answers that broke off and were continued on another engine", registry=registry
         )
+        self.recomputed = Counter(
+            "trivet_recomputed_generations",
+            "Generations that were to be split and whose prompt decode computed itself",
+            registry=registry,
+        )
         self.unconfirmed = Gauge(
             "trivet_kv_releases_unconfirmed",
             "Hand-overs whose release no engine confirmed: free already, or held until the lease ends",
@@ -107,6 +112,7 @@ class GatewayMetrics:
         """Counts a generation that ended."""
         served = "split" if record.split else "colocated"
         self.generations.labels(served, "error" if record.error else record.finish_reason or "none").inc()
+        self.recomputed.inc(record.intended_split and not record.split)
         self.attempts.inc(record.attempts)
         self.resumes.inc(record.resumes)
         self.tokens.labels("prompt").inc(record.prompt_tokens)

@@ -226,7 +226,8 @@ class _Worker:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
         try:
-            await asyncio.wait_for(process.wait(), self._plan.topology.gateway.drain_s + 15.0)
+            async with asyncio.timeout(self._plan.topology.gateway.drain_s + 15.0):
+                await process.wait()
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()

@@ -12,6 +12,7 @@ import aiohttp
 import orjson
 
 from trivet.journal import current_request
+from trivet.legs.ending import end
 from trivet.legs.life import Legs
 from trivet.legs.text import TextAsk
 from trivet.render.contract import ServingError
@@ -79,11 +80,13 @@ class TextApp:
                 await asyncio.wait([serving, leaving], return_when=asyncio.FIRST_COMPLETED)
             finally:
                 leaving.cancel()
-                if not serving.done():
-                    serving.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await serving
-                await inbox.close()
+                try:
+                    if not serving.done():
+                        await end(serving)
+                    if not serving.cancelled():
+                        serving.result()
+                finally:
+                    await inbox.close()
 
     async def _generate(self, scope: Scope, raw: bytes, send: Send) -> None:
         owner = current_request.get()

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Generic
 
 from trivet.legs.ask import Piece
+from trivet.legs.ending import end
 
 
 class Ahead(Generic[Piece]):
@@ -34,10 +35,7 @@ class Ahead(Generic[Piece]):
 
     async def aclose(self) -> None:
         """Ends it, wherever it is."""
-        self.beginning.cancel()
         try:
-            await asyncio.wait([self.beginning])
+            await end(self.beginning)
         finally:
-            if self.beginning.done() and not self.beginning.cancelled():
-                self.beginning.exception()  # whoever closes it wants to hear no more of it
             await self._pieces.aclose()

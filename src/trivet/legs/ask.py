@@ -70,6 +70,8 @@ class Beside:
         self._computed: Computed | None = None
         self._answered = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
+        self.recomputed = False
+        """Decode's count of cached tokens says that it computed the prompt itself, whatever prefill has answered."""
 
     def answer(self, computed: Computed | None) -> None:
         """Prefill has answered; ``computed`` is None where decode computes the prompt itself."""
@@ -86,6 +88,16 @@ class Beside:
     def when_answered(self, listener: Callable[[], None]) -> None:
         """Has prefill's answer told."""
         self._listeners.append(listener)
+
+    def found(self, prompt_tokens: int, cached_tokens: int | None) -> None:
+        """What decode says of itself: vLLM counts KV that was handed over as cached.
+
+        The last token is always computed, and told as cached or not; where all before it is cached nothing is lost.
+
+        Args:
+            cached_tokens: None if it does not tell.
+        """
+        self.recomputed = cached_tokens is not None and cached_tokens < prompt_tokens - 1
 
     async def computed(self) -> Computed | None:
         """What ``answer`` was told, as soon as it is."""
@@ -137,6 +149,11 @@ class Ask(Protocol[Piece]):
     @property
     def prompt(self) -> Any:
         """What a leg that starts now is asked with: the client's prompt, and behind it what was given out."""
+        ...
+
+    @property
+    def unsaid_end(self) -> Piece | None:
+        """The end of an answer that broke off when all its tokens were there; None if there is more to be asked for."""
         ...
 
     @property

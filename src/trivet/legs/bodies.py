@@ -148,6 +148,19 @@ def obstacle_to_continuing(request: TokenRequest) -> str | None:
     return None
 
 
+def why_unsplittable(request: TokenRequest) -> str | None:
+    """Why no KV may be handed over for a request, or None.
+
+    ``skip_reading_prefix_cache``: the client wants nothing of its prompt read from KV that is there. vLLM 0.32 then
+    leaves out what a connector offers as well (``vllm/v1/core/sched/scheduler.py``), so decode would compute the prompt
+    again, and make a first token that prefill has made already; 0.30 would read it. ``prompt_logprobs`` imply it for
+    the engine that tells them: that is prefill, and decode is not asked for any.
+    """
+    if request.sampling.get("skip_reading_prefix_cache"):
+        return "it wants no KV read that is there (skip_reading_prefix_cache)"
+    return None
+
+
 def first_token_may_be_handed_over(request: TokenRequest) -> bool:
     """Whether prefill's token, drawn alone, is one that one engine would have drawn and continued from.
 
@@ -157,6 +170,7 @@ def first_token_may_be_handed_over(request: TokenRequest) -> bool:
     """
     return (
         obstacle_to_continuing(request) is None
+        and why_unsplittable(request) is None
         and request.prompt_logprobs is None
         and request.sampling.get("seed") is None
     )

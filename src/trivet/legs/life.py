@@ -19,6 +19,7 @@ while prefill computes; what ends one of the two ends the other. The rules of wh
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -32,6 +33,8 @@ from trivet.connectors import Connector, Side
 from trivet.journal import GenerationRecord, RequestRecord, current_request, now_s
 from trivet.legs.ahead import Ahead
 from trivet.legs.ask import Ask, Beside, Computed, Leg, Piece, Prefilled
+from trivet.legs.bodies import why_unsplittable
+from trivet.legs.ending import end
 from trivet.legs.release import Releases, takers
 from trivet.legs.tokens import TokenAsk
 from trivet.legs.watch import Patience, watch
@@ -50,6 +53,8 @@ _NOT_FOUND = 404
 """What an engine says that lacks an adapter: another may have it."""
 _REFUSALS = frozenset({400, 413, 422})
 """The request itself is at fault: another engine would say the same. Other statuses are the engine's own trouble."""
+_ENDING_S = 1.0
+"""How long generations may take to end that were told to; what they release must begin while there is a session."""
 
 Observer = Callable[[GenerationRecord, RequestRecord | None], None]
 
@@ -138,13 +143,17 @@ class Legs:
         self.releases = Releases(engines, connector)
         self.running = 0
         """Generations under way."""
+        self._none_runs = asyncio.Event()
+        self._none_runs.set()
 
     async def run(self, request: TokenRequest) -> AsyncGenerator[TokenChunk, None]:
         """Generates in token ids. See ``TokenEngine.run``."""
         owner = current_request.get()
         if owner is None or not owner.may_steer:  # the gateway has refused those that say such a thing
             request = replace(request, kv_transfer_params=None, ec_transfer_params=None)
-        unsplittable = request.unsplittable or (owner.colocate if owner is not None else None)
+        unsplittable = (
+            request.unsplittable or why_unsplittable(request) or (owner.colocate if owner is not None else None)
+        )
         if request.kv_transfer_params is not None:
             unsplittable = "the client steers the transfer"
         headers = dict(owner.forwarded) if owner is not None else {}
@@ -173,6 +182,7 @@ class Legs:
             colocate = "the topology has no connector"
         run = _Run(ask, record, patience, colocate, owner.decode_rank if owner is not None else None)
         self.running += 1
+        self._none_runs.clear()
         try:
             async with aclosing(self._attempts(run)) as pieces:
                 async for piece in pieces:
@@ -189,6 +199,8 @@ class Legs:
             raise
         finally:
             self.running -= 1
+            if not self.running:
+                self._none_runs.set()
             record.end_s = record.end_s or now_s()
             logger.info(
                 "request %s: %s, %d + %d tokens, %s, generation %s",
@@ -202,11 +214,21 @@ class Legs:
             self._observe(record, owner)
 
     async def close(self) -> None:
-        """Waits for releases that are under way, and gives up on those that take too long."""
+        """Waits for what is under way, and gives up on what takes too long.
+
+        Generations are ended by who runs them. A moment is theirs: where that was only just now, they have not come yet
+        to the release of what they hold.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ENDING_S):
+                await self._none_runs.wait()
         await self.releases.close()
 
     async def _attempts(self, run: _Run[Piece]) -> AsyncGenerator[Piece, None]:
         while run.executed < _ATTEMPTS and not await self._kills(run):
+            if (end_of_answer := run.ask.unsaid_end) is not None:
+                yield end_of_answer
+                return
             if run.executed == _ATTEMPTS - 1 and run.colocate is None:
                 run.colocate = "split failed"  # the last attempt asks for as little as can be
             route = choose(self._engines, colocate=run.colocate, avoid=frozenset(run.avoid))
@@ -256,7 +278,8 @@ class Legs:
         record = run.record
         record.attempts += 1
         record.resumes += run.ask.begun
-        record.split = route.prefill is not None
+        record.intended_split = record.split = route.prefill is not None
+        record.transfer_problem = None
         record.reason = f"{route.reason} ({run.told()})" if run.faults else route.reason
         record.decode_engine = route.decode.name
         record.prefill_engine = route.prefill.name if route.prefill else None
@@ -271,7 +294,7 @@ class Legs:
             ServingError: there is none.
         """
         begun = run.ask.begun
-        if begun and (obstacle := run.ask.obstacle) is not None:
+        if begun and run.ask.unsaid_end is None and (obstacle := run.ask.obstacle) is not None:
             raise ServingError(
                 f"the answer broke off: {fault}; it cannot be continued on another engine ({obstacle})",
                 status=502,
@@ -339,8 +362,9 @@ class Legs:
         if prefill.kv_address is None:
             raise LegError(prefill.name, "it is not known where its connector listens", executed=False)
         if sample and ask.wants_one_token:
-            async for piece in self._one_token(run, held):
-                yield piece
+            async with aclosing(self._one_token(run, held)) as pieces:
+                async for piece in pieces:
+                    yield piece
             return
         to_prefill, to_decode = self._connector.rendezvous(uuid.uuid4().hex, prefill.kv_address, first_token=sample)
         beside = Beside(ask.prompt, first_token=sample)
@@ -365,21 +389,25 @@ class Legs:
             async with aclosing(decoding.read()) as pieces:
                 async for piece in pieces:
                     yield piece
+            if problem is None and beside.recomputed:
+                self._recomputed(run)
         finally:
             try:
                 await decoding.aclose()
             finally:
-                prefilling.cancel()
-                await asyncio.wait([prefilling])
-                if not prefilling.cancelled() and prefilling.exception() is None and held.untaken:
-                    self.releases.release(ask, prefilling.result(), self._release_legs(run, held))
+                try:
+                    await end(prefilling)
+                finally:
+                    if not prefilling.cancelled() and prefilling.exception() is None and held.untaken:
+                        self.releases.release(ask, prefilling.result(), self._release_legs(run, held))
 
     async def _one_token(self, run: _Run[Piece], held: _Held) -> AsyncGenerator[Piece, None]:
         """An answer that prefill's token is the whole of: there is nothing to hand over."""
         record, start_s = run.record, now_s()
         prefilled = await self._prefill(run, held, None, sample=True)
         self._stamp(record, start_s, prefilled)
-        record.split, record.decode_engine, record.reason = False, None, "one token, which prefill makes"
+        record.intended_split = record.split = False
+        record.decode_engine, record.reason = None, "one token, which prefill makes"
         assert prefilled.first is not None
         yield prefilled.first
 
@@ -436,6 +464,12 @@ class Legs:
             self._problems.add(pair)
             logger.warning("%s handed nothing over to %s: %s", prefill.name, decode.name, problem)
 
+    def _recomputed(self, run: _Run[Any]) -> None:
+        """Prefill handed over, and decode computed the prompt itself: it went wrong behind prefill's answer."""
+        record = run.record
+        record.split = False
+        record.transfer_problem = f"{record.decode_engine} computed the prompt itself; its log says why"
+
     async def _prefill(
         self, run: _Run[Piece], held: _Held, params: Mapping[str, Any] | None, *, sample: bool
     ) -> Prefilled[Piece]:
@@ -448,12 +482,14 @@ class Legs:
                 async with patient:
                     return await asyncio.shield(call)
         except BaseException:
+            # where the gateway names the transfer, what is held is known without the answer
+            knows = params is not None and self._connector is not None and self._connector.legs_start_together
+            unanswered: Prefilled[Piece] | None = Prefilled(params, None, prompt=ask.prompt) if knows else None
+            spare = self._release_legs(run, held) if params is not None and held.untaken else None
             if not call.done() or (not call.cancelled() and call.exception() is None):
-                # where the gateway names the transfer, what is held is known without the answer
-                knows = params is not None and self._connector is not None and self._connector.legs_start_together
-                unanswered: Prefilled[Piece] | None = Prefilled(params, None, prompt=ask.prompt) if knows else None
-                spare = self._release_legs(run, held) if held.untaken else None
                 self.releases.abandon(ask, leg, call, spare, unanswered)
+            elif unanswered is not None and (call.cancelled() or _may_hold(call.exception())):
+                self.releases.release(ask, unanswered, spare)
             raise
 
     async def _decode(
@@ -505,3 +541,10 @@ class Legs:
         if self._connector.released_at is Side.PREFILL:
             return None if self._engines.has_left(held.prefill) else [self._leg(run, held.prefill, "release")]
         return [self._leg(run, engine, "release") for engine in takers(self._engines, held.decode)]
+
+
+def _may_hold(fault: BaseException | None) -> bool:
+    """Whether a prefill engine that failed in this way may hold KV: it has computed, and the answer was lost."""
+    if not isinstance(fault, LegError):
+        return True
+    return fault.executed and fault.status not in (_REFUSALS | {_NOT_FOUND})

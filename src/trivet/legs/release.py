@@ -14,6 +14,7 @@ from typing import Any
 from trivet.connectors import Connector
 from trivet.journal import now_s
 from trivet.legs.ask import Ask, Leg, Prefilled
+from trivet.legs.ending import end
 from trivet.legs.wire import LegError, abort, reading
 from trivet.routing.engines import Engines, EngineView
 
@@ -117,10 +118,8 @@ class Releases:
                     if (await asyncio.wait([call], timeout=pause_s))[0]:
                         break
         finally:
-            call.cancel()  # closes the connection, on which every vLLM aborts
-        held = unanswered
-        with contextlib.suppress(asyncio.CancelledError, LegError):
-            held = await call
+            await end(call)  # closes the connection, on which every vLLM aborts
+        held = unanswered if call.cancelled() or call.exception() is not None else call.result()
         if held is not None:
             self.release(ask, held, spare)
 
@@ -148,8 +147,8 @@ class Releases:
             self.pending -= 1
             for task in trying:
                 task.cancel()
-            if trying:
-                await asyncio.wait(trying)
+            for task in trying:
+                await end(task)
 
     async def _released(self, ask: Ask[Any], trying: dict[asyncio.Task[None], Leg], seconds: float) -> bool:
         """Waits for a release leg to end; whether prefill has been told. Legs that failed are taken out."""

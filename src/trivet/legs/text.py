@@ -156,7 +156,7 @@ class TextAsk:
         self.headers = headers
         self.unsplittable = why_unsplittable(path, body) or unsplittable
         self.may_take_first_token = self.wants_one_token = False
-        self.prompt = None
+        self.prompt = self.unsaid_end = None
         self.begun = False
         # A rewritten body is refused for what it is: only an engine that has the client's own says what is wrong.
         self.prefill_speaks_for_decode = False
@@ -233,14 +233,14 @@ class TextAsk:
         head: Mapping[str, str] | None = _head(answer.headers)
         if not answer.content_type.startswith("text/event-stream"):
             content = await answer.read()
-            yield _whole(engine, content, head, await _settled(computed))
+            yield _whole(engine, content, head, await _settled(computed), computed)
             return
         splitter, done = EventSplitter(), self._path not in _END_WITH_A_MARK
         async for piece in answer.content.iter_any():
-            computed = await _settled(computed)
+            by = await _settled(computed)
             for event in splitter.feed(piece):
                 done = done or event.startswith(b"data: [DONE]")
-                yield _event(engine, event, head, computed)
+                yield _event(engine, event, head, by, computed)
                 head = None
         if not done:
             raise LegError(engine, "the stream ended before the answer did", status=502, died=True)
@@ -291,7 +291,13 @@ def _head(headers: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _whole(engine: str, content: bytes, head: Mapping[str, str] | None, computed: Computed | None) -> TextPiece:
+def _whole(
+    engine: str,
+    content: bytes,
+    head: Mapping[str, str] | None,
+    computed: Computed | None,
+    source: Computed | Beside | None = None,
+) -> TextPiece:
     try:
         answer = orjson.loads(content)
     except orjson.JSONDecodeError as error:
@@ -300,13 +306,20 @@ def _whole(engine: str, content: bytes, head: Mapping[str, str] | None, computed
         reason = None
         for choice in answer.get("choices") or ():
             check_finish(engine, reason := choice.get("finish_reason"))
+        _found(source, answer.get("usage"))
         if _corrected(answer.get("usage"), computed):
             content = orjson.dumps(answer)
         usage = Usage.parse(answer.get("usage"))
         return TextPiece(content, head, (usage and usage.completion_tokens) or 1, reason, usage)
 
 
-def _event(engine: str, event: bytes, head: Mapping[str, str] | None, computed: Computed | None) -> TextPiece:
+def _event(
+    engine: str,
+    event: bytes,
+    head: Mapping[str, str] | None,
+    computed: Computed | None,
+    source: Computed | Beside | None = None,
+) -> TextPiece:
     """An event as it goes on: its bytes as they came, but for the count of cached tokens.
 
     Raises:
@@ -331,9 +344,16 @@ def _event(engine: str, event: bytes, head: Mapping[str, str] | None, computed: 
         for choice in choices:
             reason = choice.get("finish_reason") or reason
             check_finish(engine, reason)
+        _found(source, value.get("usage"))
         if _corrected(value.get("usage"), computed):
             event = event_of(value)
         return TextPiece(event, head, int(bool(choices)), reason, Usage.parse(value.get("usage")))
+
+
+def _found(source: Computed | Beside | None, usage: Any) -> None:
+    """Tells who is beside what decode's own usage says, before it is corrected."""
+    if isinstance(source, Beside) and (own := Usage.parse(usage)) is not None and own.cached_tokens is not None:
+        source.found(own.prompt_tokens, own.cached_tokens)
 
 
 def _corrected(usage: Any, computed: Computed | None) -> bool:

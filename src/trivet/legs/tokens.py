@@ -103,6 +103,13 @@ class TokenAsk:
         return behind(self._request, self._sent)
 
     @property
+    def unsaid_end(self) -> TokenChunk | None:
+        """See ``Ask``. No engine could be asked for it: where the answer fills the model's length, all refuse."""
+        if self._sent and self.prompt.sampling.get("max_tokens") == 0:
+            return TokenChunk((), finish_reason="length")
+        return None
+
+    @property
     def begun(self) -> bool:
         """See ``Ask``."""
         return bool(self._sent)
@@ -154,9 +161,6 @@ class TokenAsk:
         beside = computed if isinstance(computed, Beside) else None
         request = beside.prompt if beside is not None else self.prompt
         made = int(beside is not None and beside.first_token)
-        if request.sampling.get("max_tokens") == 0 and self._sent:
-            yield TokenChunk((), finish_reason="length")  # all tokens were there, only their end was not
-            return
         chunks = (
             self._whole(leg, request, accepted)
             if self._wants_whole(params)
@@ -167,6 +171,8 @@ class TokenAsk:
         self._kept_tokens = 0
         async with aclosing(chunks):
             async for chunk in chunks:
+                if beside is not None and chunk.cached_tokens is not None:
+                    beside.found(len(request.token_ids), chunk.cached_tokens)
                 if isinstance(computed, Beside):
                     computed = await computed.computed()
                 if not fresh:  # what was cached has been told already, and not by this engine

@@ -12,7 +12,8 @@ class TokenRequest:
     """One generation, rendered and validated as vLLM's engine would have validated it.
 
     ``sampling`` is vLLM's ``SamplingParams`` as ``/inference/v1/generate`` takes it (JSON-safe, defaults left out),
-    with ``n`` = 1 and without what belongs to text: stop strings are matched where the text is made.
+    with ``n`` = 1 and without what belongs to text: stop strings are matched where the text is made. ``max_tokens`` is
+    no more than the model's length leaves behind the prompt.
     """
 
     request_id: str

@@ -43,13 +43,19 @@ class SplitCore:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._outputs: asyncio.Queue[EngineCoreOutput] = asyncio.Queue()
         self._processor: OutputProcessor | None = None
+        self._max_model_len: int | None = None
         # what AsyncLLM reads of an engine core client
         self.resources = SimpleNamespace(engine_dead=False)
         self.engine_ranks_managed = [0]
 
-    def attach(self, processor: OutputProcessor) -> None:
-        """Tells where the state of running requests is kept, so that a failed one can be told so."""
-        self._processor = processor
+    def attach(self, processor: OutputProcessor, max_model_len: int) -> None:
+        """Tells what is known only when vLLM's front end stands.
+
+        Args:
+            processor: where the state of running requests is kept, so that a failed one can be told so.
+            max_model_len: longest prompt plus answer, in tokens.
+        """
+        self._processor, self._max_model_len = processor, max_model_len
 
     @property
     def running(self) -> int:
@@ -65,7 +71,7 @@ class SplitCore:
         if getattr(request, "abort_immediately", False):
             return  # asks a connector to clean up; the legs do that themselves
         try:
-            token_request = _token_request(request, self._served_name)
+            token_request = _token_request(request, self._served_name, self._max_model_len)
         except GracefulHTTPError:
             if self._processor is not None:  # AsyncLLM has registered it, and forgets only what it has given us
                 self._processor.abort_requests([request.request_id], internal=True)
@@ -172,7 +178,7 @@ def _as_vllm_raises(error: ServingError) -> Exception:
     return GracefulHTTPError(error.message, status)
 
 
-def _token_request(request: EngineCoreRequest, served_name: str) -> TokenRequest:
+def _token_request(request: EngineCoreRequest, served_name: str, max_model_len: int | None) -> TokenRequest:
     params = request.sampling_params
     if params is None or request.prompt_token_ids is None or request.prompt_embeds is not None:
         raise GracefulHTTPError("prompt embeddings are not served by this gateway", HTTPStatus.NOT_IMPLEMENTED)
@@ -185,10 +191,13 @@ def _token_request(request: EngineCoreRequest, served_name: str) -> TokenRequest
     if getattr(params, "prompt_logprob_token_ids", None) is not None:
         raise GracefulHTTPError("prompt_logprob_token_ids are not served by this gateway", HTTPStatus.NOT_IMPLEMENTED)
     extra = params.extra_args or {}
+    sampling = _wire_sampling(params)
+    if max_model_len is not None:
+        _limit(sampling, max_model_len - len(request.prompt_token_ids))
     return TokenRequest(
         request_id=request.request_id,
         token_ids=request.prompt_token_ids,
-        sampling=_wire_sampling(params),
+        sampling=sampling,
         model=request.lora_request.lora_name if request.lora_request else served_name,
         cache_salt=request.cache_salt,
         priority=request.priority,
@@ -257,6 +266,18 @@ def _wire_sampling(params: SamplingParams) -> dict[str, Any]:
         wire["logprob_token_ids"] = [*params.logprob_token_ids, spare]
         wire["logprobs"] = len(params.logprob_token_ids) + 1
     return wire
+
+
+def _limit(sampling: dict[str, Any], room: int) -> None:
+    """Cuts what an answer may have at what the model's length leaves.
+
+    An engine ends an answer there (``check_stop`` in ``vllm/v1/core/sched/utils.py``) with the same reason, ``length``;
+    not every endpoint does so beforehand (``/inference/v1/generate``). Whoever divides an answer among engines must
+    know where it ends: behind a first token that fills the model's length there is no second.
+    """
+    sampling["max_tokens"] = min(sampling["max_tokens"], room)
+    if "min_tokens" in sampling:  # more than max_tokens would be refused; none before the end is the same
+        sampling["min_tokens"] = min(sampling["min_tokens"], sampling["max_tokens"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,7 +160,7 @@ def _front_end_llm(config: VllmConfig, core: SplitCore) -> async_llm.AsyncLLM:
     # Whether there will be a watermark is the engines' to know: here only a client's refusal of one is kept.
     if hasattr(llm.input_processor, "resolve_watermarking"):
         llm.input_processor.resolve_watermarking = lambda params: params.watermarking is not False
-    core.attach(llm.output_processor)
+    core.attach(llm.output_processor, config.model_config.max_model_len)
     return llm
 
 

@@ -54,6 +54,8 @@ class Ask:
     top_logprobs: int = 0
     """Of a chat: how many are told; ``logprobs`` is then how many are computed."""
     prompt_logprobs: int | None = None
+    skip_cache: bool = False
+    """``skip_reading_prefix_cache``, asked for or implied by ``prompt_logprobs``."""
     cache_salt: str | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
     return_token_ids: bool = False
@@ -101,6 +103,7 @@ def parse_generate(body: Mapping[str, Any], settings: SimSettings, base_id: str 
         raise RefusedError("output_mode='text' requires sampling_params.detokenize to be true")
     ask.logprobs = _logprobs(sampling.get("logprobs"), "sample", settings)
     ask.prompt_logprobs = _logprobs(sampling.get("prompt_logprobs"), "prompt", settings)
+    ask.skip_cache = _flag(sampling, "skip_reading_prefix_cache", ask.prompt_logprobs is not None)
     _stream_options(ask, body)
     wanted = _whole(sampling, "max_tokens", None, 1) if "max_tokens" in sampling else None
     room = _room(len(ids), settings)
@@ -174,6 +177,7 @@ def _openai_ask(body: Mapping[str, Any], settings: SimSettings, name: str, promp
     ask.stop = _stop(body)
     ask.include_stop = _flag(body, "include_stop_str_in_output")
     ask.prompt_logprobs = _logprobs(body.get("prompt_logprobs"), "prompt", settings)
+    ask.skip_cache = ask.prompt_logprobs is not None
     if ask.stream and ask.prompt_logprobs is not None:
         raise RefusedError("`prompt_logprobs` are not available when `stream=True`.", param="prompt_logprobs")
     if body.get("stream_options") and not ask.stream:

@@ -334,7 +334,8 @@ class SimEngine:
             # never cancelled, as what opens a socket would leave it open
             while pause_s is not None and self._listener is None:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(ended.wait(), pause_s)
+                    async with asyncio.timeout(pause_s):
+                        await ended.wait()
                 if ended.is_set():
                     return
                 with contextlib.suppress(TrivetError):

@@ -129,8 +129,8 @@ class Exchange:
         self._record.prompt_tokens = sum(len(prompt) for prompt in ask.prompts)
         connector, params = self._engine.connector, ask.kv_transfer_params or {}
         self._source = connector.source(params)
-        if self._source is not None and ask.prompt_logprobs is not None and connector.declines(self._source):
-            # asking for those skips every cache in vLLM: the prompt is computed here, and prefill is told
+        if self._source is not None and ask.skip_cache and connector.declines(self._source):
+            # vLLM then reads from nowhere: the prompt is computed here, and prefill is told
             self._source = None
         if self._source is not None:
             self._record.split = "pulled"
@@ -154,7 +154,7 @@ class Exchange:
             ignore_eos=ask.ignore_eos,
             stop_token_ids=ask.stop_token_ids,
             salt=ask.cache_salt,
-            skip_cache=ask.prompt_logprobs is not None,
+            skip_cache=ask.skip_cache,
             hands_over=bool(params.get("do_remote_decode")),
             source=self._source,
         )

@@ -51,6 +51,7 @@ class Incoming:
         self._scheduler = scheduler
         self._sequence = sequence
         self._meeting: Meeting = sequence.source
+        self._max_model_len = settings.max_model_len
         self._events: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()
         self._s_per_token = settings.transfer_ms_per_token / 1000
         self._last_s = settings.transfer_last_ms / 1000
@@ -83,6 +84,9 @@ class Incoming:
                     "leg": sequence.leg,
                 }
             )
+            if meeting.first_token and (sequence.max_tokens <= 1 or len(sequence.prompt) + 1 >= self._max_model_len):
+                self.link.send({"say": "close"})
+                raise PullError("no token has room behind the first")
             await self._take()
             self.link.send({"say": "got"})
         except asyncio.CancelledError:

@@ -97,7 +97,7 @@ async def connect(address: str, link: Link) -> None:
         ValueError: it is no address.
     """
     loop = asyncio.get_running_loop()
-    async with asyncio.timeout(_CONNECT_S):  # Python 3.11's wait_for may lose a cancellation
+    async with asyncio.timeout(_CONNECT_S):
         await loop.create_unix_connection(lambda: link, path_of(address))
 
 

@@ -83,7 +83,7 @@ class SimSequence:
     stop_token_ids: frozenset[int] = frozenset()
     salt: str | None = None
     skip_cache: bool = False
-    """Reads nothing from the prefix cache, as with ``prompt_logprobs``."""
+    """Reads nothing from the prefix cache: ``skip_reading_prefix_cache``, which ``prompt_logprobs`` imply."""
     hands_over: bool = False
     """Its blocks are held for decode when it ends (``do_remote_decode``)."""
     told: dict[str, Any] | None = None
@@ -471,11 +471,8 @@ class Scheduler:
         sequence.pulled = True
         sequence.fetching = None
         if sequence.first_token is not None:
+            # not looked at: vLLM looks at tokens that it has made, and goes on behind a stop token that it is handed
             sequence.answer.append(sequence.first_token)
-            end, reason = self._end(sequence, sequence.first_token)
-            if end is not None:
-                self.finish(sequence, end, reason)
-                return
         if sequence in self.fetching:
             self.fetching.discard(sequence)
             self._queue_first(sequence)

@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from trivet.connectors import CONNECTORS
+from trivet.connectors.address import path_of
 
 DEMO_MODEL = "SmolLM2-135M-Instruct"
 """What ``model.name: demo`` stands for."""
@@ -220,6 +221,13 @@ class Engine(_EngineFields):
         pattern=r"^unix:/",
         description="where TrivetConnector listens, for an engine whose address Trivet does not make up itself",
     )
+
+    @field_validator("kv_address")
+    @classmethod
+    def _can_be_listened_at(cls, value: str | None) -> str | None:
+        if value is not None:
+            path_of(value)
+        return value
 
     @field_validator("url")
     @classmethod
