@@ -25,7 +25,7 @@ ARROWS = {
     "gateway": {"surface", "fleet", "legs", "connectors", "routing", "render", "topology", "journal", "errors"},
     "demo": {"gateway", "fleet", "topology", "errors"},
     "sim": {"routing", "errors"},
-    "transfer": set(),
+    "transfer": {"connectors"},
     "cli": {"demo", "gateway", "fleet", "sim", "topology", "errors", "version"},
     "version": set(),
 }

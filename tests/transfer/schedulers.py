@@ -169,7 +169,7 @@ class FakePrefill:
 
     def opened(self, transfer: str) -> None:
         """Waits until decode has asked for a transfer."""
-        assert self.link.next(Open) == Open(transfer)
+        assert self.link.next(Open).transfer == transfer
 
     def closed(self, transfer: str) -> bool:
         """Waits until decode is through with it. Whether it has all."""

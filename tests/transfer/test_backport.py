@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from trivet.transfer.backport import run_first_steps_as_decode
+from trivet.transfer.backport import release_reservations, run_first_steps_as_decode
 
 NAME = "vllm.v1.worker.gpu.model_runner"
 
@@ -144,3 +144,25 @@ def test_a_process_without_that_runner_is_not_changed(monkeypatch):
     monkeypatch.setitem(sys.modules, NAME, None)
     monkeypatch.delattr("vllm.v1.worker.gpu.model_runner", raising=False)
     assert not run_first_steps_as_decode()
+
+
+def test_vllms_scheduler_reserves_nothing_for_blocks_that_were_given_back(monkeypatch):
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    monkeypatch.setattr(Scheduler, "_inflight_prefill_reserved_blocks", lambda self: len(self._inflight_prefills))
+    assert release_reservations()
+    assert release_reservations()  # once is enough
+    told = [{"a"}, set()]
+    scheduler = SimpleNamespace(connector=SimpleNamespace(take_given_back=told.pop), _inflight_prefills={"a", "b"})
+    assert Scheduler._inflight_prefill_reserved_blocks(scheduler) == 2
+    assert Scheduler._inflight_prefill_reserved_blocks(scheduler) == 1
+    scheduler.connector = None
+    assert Scheduler._inflight_prefill_reserved_blocks(scheduler) == 1
+
+
+def test_a_scheduler_that_reserves_in_another_way_is_told_of(monkeypatch, caplog):
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    monkeypatch.delattr(Scheduler, "_inflight_prefill_reserved_blocks")
+    assert not release_reservations()
+    assert "keep blocks free" in caplog.text

@@ -7,16 +7,24 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.request import RequestStatus
 
 from transfer.schedulers import BLOCK, blocks_of, end, make_request, output_of, step
 from transfer.waiting import until
-from trivet.transfer.connector import TrivetConnector
+from trivet.transfer.connector import TrivetConnector, window_of
 from trivet.transfer.plan import StepPlan
 
 NAMES = [f"model.layers.{index}.self_attn.attn" for index in range(4)]
-SPEC = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.float32)
+SHAPE = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
+SPEC = FullAttentionSpec(**SHAPE)
 
 
 def config(folder, role, **changes):
@@ -33,7 +41,10 @@ def config(folder, role, **changes):
         kv_transfer_config=KVTransferConfig(**{**transfer, **changes.pop("transfer", {})}),
         parallel_config=SimpleNamespace(**{**parallel, **changes.pop("parallel", {})}),
         model_config=SimpleNamespace(
-            model="m", dtype=torch.float32, hf_config=SimpleNamespace(to_diff_dict=lambda: {"layers": 4})
+            model="m",
+            max_model_len=200,
+            dtype=torch.float32,
+            hf_config=SimpleNamespace(to_diff_dict=lambda: {"layers": 4}),
         ),
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=BLOCK),
         device_config=SimpleNamespace(device_type="cpu"),
@@ -148,7 +159,7 @@ def test_requests_without_parameters_are_left_alone(engines):
     [
         ({"parallel": {"pipeline_parallel_size": 2}}, "does not move KV with pipeline parallelism"),
         ({"transfer": {"kv_load_failure_policy": "recompute"}}, "kv_load_failure_policy must stay 'fail'"),
-        ({"transfer": {"kv_connector_extra_config": {"adress": "x"}}}, "has no option adress"),
+        ({"transfer": {"kv_connector_extra_config": {"adress": "x"}}}, "no option 'adress'"),
     ],
 )
 @pytest.mark.parametrize("role", KVConnectorRole)
@@ -162,3 +173,28 @@ def test_layers_that_no_hook_sees_may_be_in_a_graph():
     assert not TrivetConnector.requires_piecewise_for_cudagraph({})
     assert TrivetConnector.build_kv_connector_stats().is_empty()
     assert TrivetConnector.build_kv_connector_stats({"waits": {"slot": 1}}).data == {"waits": {"slot": 1}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "window"),
+    [
+        (SPEC, None),
+        (FullAttentionSpec(**SHAPE, sliding_window=32), None),  # vLLM keeps all its blocks
+        (SlidingWindowSpec(**SHAPE, sliding_window=32), 32),
+        (
+            UniformTypeKVCacheSpecs(
+                block_size=BLOCK, kv_cache_specs={"a": SlidingWindowSpec(**SHAPE, sliding_window=8)}
+            ),
+            8,
+        ),
+    ],
+)
+def test_windows_are_those_outside_which_there_are_no_blocks(spec, window):
+    assert window_of(spec) == window
+
+
+def test_attention_in_chunks_is_refused_by_name(folder):
+    chunked = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=32)
+    layers = KVCacheConfig(num_blocks=16, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["a"], chunked)])
+    with pytest.raises(ValueError, match="attention in local chunks"):
+        TrivetConnector(config(folder, "kv_both"), KVConnectorRole.SCHEDULER, layers)

@@ -15,11 +15,14 @@ from trivet.transfer.settings import Settings
 from trivet.transfer.stats import Counts
 from trivet.transfer.trace import Trace
 
+LONGEST = 200
+"""--max-model-len."""
+
 
 class Decode:
     """A scheduler with a decode side."""
 
-    def __init__(self, folder, *, ranks=1, lease_s=30.0, v2=True, groups=(BLOCK,)):
+    def __init__(self, folder, *, ranks=1, lease_s=30.0, v2=True, groups=(BLOCK,), windows=(), overtaken=True):
         self.counts = Counts()
         self.settings = Settings(f"unix:{folder / 'd'}", (), 2**20, 2**18, lease_s, False)
         self.side = DecodeSide(
@@ -28,7 +31,10 @@ class Decode:
             IDENTITY,
             ranks=ranks,
             block_tokens=list(groups),
+            windows=windows,
+            max_model_len=LONGEST,
             carries_output=v2,
+            overtaken=overtaken,
             counts=self.counts,
             trace=Trace("decode"),
         )
@@ -290,12 +296,14 @@ def test_a_first_token_that_was_not_asked_for_is_not_taken(decode, prefill, fenc
     assert request.num_tokens == 40
 
 
-def test_a_first_token_that_prefill_does_not_have_lets_the_request_go_on(decode, prefill, fence):
+def test_a_first_token_that_prefill_does_not_have_ends_the_request_with_an_error(decode, prefill, fence):
+    """The client has one, so that decode must not make it again."""
     request = decode.ask(prefill, first_token=True)
     decode.load(prefill, request)
     prefill.link.send(First("t", None))
     fence()
-    assert decode.update(decode.landed()) == {"r"}
+    assert decode.update(decode.landed()) == set()
+    assert decode.side.plan().failed == ("r",)
     assert request.num_tokens == 40
 
 
@@ -376,6 +384,7 @@ def test_a_transfer_that_is_lost_while_it_arrives_is_given_up_and_computed_here(
     assert (decode.freed, request.num_computed_tokens) == (["r"], 0)
     assert prefill.closed("t") is False
     assert decode.counts.take().data["recomputed"] == {"requests": 1, "tokens": 24}
+    assert decode.side.matched(request, 0) == (None, False)  # once, so that it holds nobody up who has its blocks
     assert decode.side.matched(request, 0) == (0, False)
 
 
@@ -417,6 +426,21 @@ def test_what_does_not_arrive_in_time_after_prefill_is_done_is_given_up(make, pr
     until(lambda: decode.side.plan().given_up == (("r", 0),))
     assert decode.update(decode.stopped(why="given up")) == {"r"}
     assert decode.counts.take().data["failed"] == {"did not arrive": 1}
+
+
+def test_waiting_for_blocks_is_no_waiting_for_kv(make, prefill):
+    """Prefill may be done long before blocks are free here."""
+    decode = make(lease_s=0.15)
+    request = decode.ask(prefill)
+    prefill.opened("t")
+    prefill.link.send(Announce("t"))
+    prefill.link.send(First("t", None))
+    until(lambda: decode.side._incoming["r"].token_known)
+    time.sleep(0.3)
+    decode.matches(request)
+    decode.side.allocated(request, blocks_of([1, 2, 3]), 40)
+    assert decode.side.plan().given_up == ()
+    until(lambda: decode.side.plan().given_up == (("r", 0),))  # from here on it counts
 
 
 def test_a_prefill_engine_that_is_not_there_lets_decode_compute(decode, folder):
@@ -522,7 +546,7 @@ def test_a_request_with_all_its_kv_whose_token_nobody_knows_ends_with_an_error(d
     decode.load(prefill, request)
     assert decode.update(decode.landed()) == set()
     prefill.close()
-    until(lambda: decode.side._links[prefill.address].ended)
+    until(lambda: prefill.address not in decode.side._links)
     for _ in range(3):
         assert decode.update(decode.landed()) == set()
     plan = decode.side.plan()
@@ -539,6 +563,34 @@ def test_a_request_that_stops_arriving_with_its_token_known_is_computed_behind_i
     assert decode.update(decode.stopped()) == {"r"}
     assert list(request.output_token_ids) == [7]
     assert decode.freed == ["r"]
+
+
+@pytest.mark.parametrize("tokens", [LONGEST - 1, LONGEST])
+@pytest.mark.parametrize("v2", [False, True])
+def test_a_first_token_behind_which_there_is_no_room_is_not_taken(make, prefill, tokens, v2, caplog):
+    decode = make(v2=v2)
+    request = decode.ask(prefill, first_token=True, tokens=tokens)
+    prefill.opened("t")
+    assert decode.side.matched(request, 0) == (tokens, True)
+    decode.side.allocated(request, blocks_of(list(range(1, 14))), tokens)
+    plan = decode.side.plan()
+    assert (plan.failed, plan.receives) == (("r",), ())
+    request.status = RequestStatus.FINISHED_ERROR
+    decode.side.request_finished(request)
+    assert prefill.closed("t") is False
+    assert request.num_tokens == tokens
+    assert f"--max-model-len is {LONGEST}" in caplog.text
+    assert decode.counts.take().data["failed"] == {"behind the first": 1}
+
+
+def test_the_list_that_a_front_end_has_as_well_is_not_changed(v1, prefill):
+    request = v1.ask(prefill, first_token=True)
+    shared = request.prompt_token_ids
+    v1.load(prefill, request)
+    prefill.link.send(First("t", 7))
+    until(lambda: v1.side._incoming["r"].token_known)
+    v1.update(v1.landed())
+    assert (len(shared), request.prompt_token_ids[-1], len(request.prompt_token_ids)) == (40, 7, 41)
 
 
 # aborts
@@ -658,18 +710,25 @@ def test_a_notice_of_a_former_attempt_is_not_of_this_one(decode, prefill, fence)
     assert decode.update() == set()
 
 
-def test_what_had_all_come_before_prefill_began_again_is_kept(decode, prefill, fence):
+def test_what_had_all_come_before_prefill_began_again_is_given_back_as_well(decode, prefill, fence):
+    """Kept for its first token, it could hold the blocks that let prefill begin again."""
     request = decode.ask(prefill, first_token=True)
     decode.load(prefill, request)
     assert decode.update(decode.landed()) == set()
     prefill.link.send(Withdraw("t"))
     fence()
     decode.side.plan()
-    assert decode.update(decode.landed()) == set()
+    assert decode.update(decode.landed()) == {"r"}
+    assert decode.freed == ["r"]
+    assert decode.side.matched(request, 0) == (None, False)
+    prefill.link.send(Announce("t"))
+    decode.matches(request)
+    decode.side.allocated(request, blocks_of([7, 8, 9]), 40)
+    assert decode.side.plan().receives[0].attempt == 1
     prefill.link.send(First("t", 7))
     fence()
-    assert decode.update(decode.landed()) == {"r"}
-    assert decode.freed == []
+    assert decode.update(decode.landed()) == set()  # of the former attempt
+    assert decode.update(decode.landed(attempt=1)) == {"r"}
     assert list(request.output_token_ids) == [7]
 
 
@@ -721,6 +780,27 @@ def test_a_prompt_that_fills_its_last_block_waits_for_one_block_more(decode, pre
     assert decode.side.matched(request, 0) == (None, False)
     pool_of(decode, free=3)
     assert decode.side.matched(request, 0) == (2 * BLOCK, True)
+
+
+@pytest.mark.parametrize(("groups", "needed"), [((16, 16), 6), ((16, 32), 5), ((16, 64), 4)])
+def test_a_first_token_needs_a_block_in_each_group_whose_last_is_full(make, prefill, groups, needed):
+    decode = make(groups=groups)
+    request = announced(decode, prefill, "t", 2 * BLOCK, True)
+    pool_of(decode, free=needed - 1)
+    assert decode.side.matched(request, 0) == (None, False)
+    pool_of(decode, free=needed)
+    assert decode.side.matched(request, 0) == (2 * BLOCK, True)
+
+
+def test_nobody_overtakes_who_waits_for_blocks_and_came_first(decode, prefill):
+    first = announced(decode, prefill, "t", 4 * BLOCK, True)
+    second = announced(decode, prefill, "u", BLOCK + 1, False)
+    pool_of(decode, free=4)
+    assert decode.side.matched(first, 0) == (None, False)
+    assert decode.side.matched(second, 0) == (None, False)
+    prefill.link.send(Withdraw("t"))
+    until(lambda: not decode.side._incoming[first.request_id].announced)
+    assert decode.side.matched(second, 0) == (BLOCK + 1, True)
 
 
 @pytest.mark.parametrize(("tokens", "first_token"), [(2 * BLOCK - 1, True), (2 * BLOCK, False)])

@@ -10,6 +10,7 @@ from trivet.transfer.link import Connection
 from trivet.transfer.messages import Alive, Announce, Close, First, Got, Hello, Lost, Open, Withdraw
 from trivet.transfer.plan import Chunk
 from trivet.transfer.prefill import PrefillSide
+from trivet.transfer.prompts import prompt_of
 from trivet.transfer.settings import Settings
 from trivet.transfer.stats import Counts
 from trivet.transfer.trace import Trace
@@ -376,6 +377,57 @@ def test_a_name_may_be_used_again_once_its_transfer_has_ended(prefill, decode):
     decode.send(Open("t"))
     prefill.plan((again, 40))
     assert decode.next(Announce) == Announce("t")
+
+
+@pytest.mark.parametrize("opened", MODES)
+def test_kv_of_another_prompt_is_never_handed_over(prefill, decode, opened):
+    """Neither it nor its token, whoever mixed up the ids; the right decode engine is served all the same."""
+    other = prompt_of(make_request("other", 41))
+    if opened == "before":
+        decode.send(Open("t", other))
+        decode.settle()
+    request = prefill.ask(first_token=True)
+    if opened == "after":
+        decode.send(Open("t", other))
+    lost = decode.next(Lost)
+    assert "another prompt by this transfer id: 40 tokens" in lost.why
+    assert not lost.first_comes
+    with contextlib.closing(FakeDecode(prefill.path)) as right:
+        right.send(Open("t", prompt_of(make_request("same", 40))))
+        right.settle()
+        prefill.plan((request, 40))
+        assert right.next(Announce) == Announce("t")
+        end(request)
+        assert prefill.side.request_finished(request)[0]
+        assert right.next(First) == First("t", 7)
+        decode.settle()  # heard nothing
+
+
+@pytest.mark.parametrize("opened", MODES)
+def test_a_decode_engine_whose_transfer_another_opens_is_told(prefill, decode, opened):
+    if opened == "after":
+        prefill.ask()
+    decode.send(Open("t"))
+    decode.settle()
+    with contextlib.closing(FakeDecode(prefill.path)) as other:
+        other.send(Open("t"))
+        assert decode.next(Lost) == Lost("t", "another decode engine has opened it")
+        if opened == "before":
+            prefill.ask()
+        decode.close()
+        other.settle()
+        assert prefill.side._outgoing["t"].opener is not None
+
+
+def test_a_prompt_preempted_and_begun_again_between_two_plans_is_announced_anew(prefill, decode):
+    request = prefill.ask()
+    decode.send(Open("t"))
+    prefill.plan((request, 20))
+    decode.next(Announce)
+    preempt(request)
+    prefill.plan((request, 20), first=9, resumed=(request,))
+    decode.next(Withdraw)
+    decode.next(Announce)
 
 
 # releasing

@@ -31,7 +31,9 @@ class Pair:
             other,
             ranks=1,
             block_tokens=[BLOCK],
+            max_model_len=200,
             carries_output=True,
+            overtaken=True,
             counts=self.counts,
             trace=Trace("decode"),
         )

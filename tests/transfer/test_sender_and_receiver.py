@@ -7,7 +7,7 @@ import time
 import pytest
 
 from transfer.waiting import LIMIT_S, until
-from transfer.workers import BLOCK_BYTES, DecodeWorker, PrefillWorker, Prompt
+from transfer.workers import BLOCK_BYTES, DecodeWorker, Gate, PrefillWorker, Prompt, Talker
 from trivet.transfer.link import Connection, Listener
 from trivet.transfer.messages import Cannot, Got, Landed, Offer, Open, Piece, Took, Try, Use, Want
 from trivet.transfer.movers import MOVERS, MoverError
@@ -25,42 +25,6 @@ def prefill(folder):
 def decode(folder):
     with DecodeWorker(folder) as decode:
         yield decode
-
-
-class Gate:
-    """Holds whoever calls a method of a class, from the ``after``-th call on, until it is opened."""
-
-    def __init__(self, monkeypatch, owner, name, after=0):
-        self.calls, self._open, self._after = 0, threading.Event(), after
-        original = getattr(owner, name)
-
-        def held(*arguments):
-            self.calls += 1
-            if self.calls > self._after:
-                assert self._open.wait(LIMIT_S)
-            return original(*arguments)
-
-        monkeypatch.setattr(owner, name, held)
-
-    @property
-    def holds(self):
-        return self.calls > self._after
-
-    def open(self):
-        self._open.set()
-
-
-@pytest.fixture
-def gate(monkeypatch):
-    gates = []
-
-    def make(owner, name, after=0):
-        gates.append(Gate(monkeypatch, owner, name, after))
-        return gates[-1]
-
-    yield make
-    for one in gates:
-        one.open()
 
 
 # what arrives
@@ -102,8 +66,11 @@ def test_pieces_leave_before_the_prompt_is_done(prefill, decode):
 @pytest.mark.parametrize(("tokens", "ends"), [(32, [2, 4, 6, 8]), (16 * 6, [1, 2, 3, 4, 5, 6, 7, 8])])
 def test_layers_are_told_of_in_groups_that_fit_a_piece(folder, monkeypatch, tokens, ends):
     with PrefillWorker(folder, groups=(0,) * 8) as prefill:
+        prefill.compute(Prompt("first", 16))  # it shows that a layer is final once it has run
         emitted, original = [], prefill.sender._emit
-        monkeypatch.setattr(prefill.sender, "_emit", lambda end: (emitted.append(end), original(end)))
+        monkeypatch.setattr(
+            prefill.sender, "_emit", lambda: (emitted.append(prefill.sender._launching[-1] + 1), original())
+        )
         prefill.compute(Prompt("a", tokens))
         assert emitted == ends
 
@@ -475,7 +442,7 @@ def test_decode_that_begins_again_with_other_blocks_gets_all(prefill, decode):
     receive = decode.want(prompt, prefill)
     prefill.compute((prompt, 150))
     until(lambda: (decode.pages.layers[-1].rows != -1).any(1).sum() == 9, "arrival of the first chunk")
-    until(lambda: not prefill.sender._pools["shm"].lent)
+    until(lambda: not prefill.sender._pools["shm"].slots.lent)
     prefill.tell(preempted=("a",))
     prefill.overwrite(prompt)
     decode.start(given_up=[receive])
@@ -493,7 +460,7 @@ def test_pieces_of_a_former_attempt_do_not_spoil_the_next(folder, prefill, decod
     receive = decode.want(prompt, prefill)
     reading = gate(ShmWindow, "read")
     prefill.compute((prompt, 150))
-    until(lambda: reading.holds and not prefill.sender._pools["shm"].free, "use of every slot")
+    until(lambda: reading.holds and not prefill.sender._pools["shm"].slots.free, "use of every slot")
     prefill.tell(preempted=("a",))
     prefill.overwrite(prompt)
     decode.start(given_up=[receive])
@@ -694,7 +661,7 @@ def test_a_request_that_decode_drops_has_stopped_once_nobody_writes(prefill, dec
     time.sleep(0.05)
     decode.check()
     until(lambda: prefill.sender._transfers["a"].peer is None)
-    until(lambda: not next(iter(prefill.sender._pools.values())).lent)
+    until(lambda: not next(iter(prefill.sender._pools.values())).slots.lent)
 
 
 def test_a_request_that_decode_drops_before_anything_came_stops(prefill, decode):
@@ -797,7 +764,7 @@ def test_slots_of_a_decode_engine_that_went_away_come_back(folder, prefill, gate
         prefill.compute(first)
         until(lambda: "waits" in prefill.counts._data, "use of every slot")
         one.receiver.close()
-        until(lambda: not prefill.sender._pools["shm"].lent, "return of the slots")
+        until(lambda: not prefill.sender._pools["shm"].slots.lent, "return of the slots")
         reading.open()
         two.want(second, prefill)
         prefill.compute(second)
@@ -811,7 +778,7 @@ def test_every_slot_is_free_again_when_all_has_landed(prefill, decode):
         decode.want(prompt, prefill)
     prefill.compute(*prompts)
     decode.wait(*prompts)
-    pool = prefill.sender._pools["shm"]
+    pool = prefill.sender._pools["shm"].slots
     until(lambda: len(pool.free) == 8)
     assert sorted(pool.free) == list(range(8))
     assert not pool.lent
@@ -834,20 +801,6 @@ def test_a_decode_engine_that_reads_nothing_does_not_hold_the_others_up(folder, 
 
 
 # agreement on a mover
-
-
-class Talker:
-    """A decode worker that says what a test wants it to say."""
-
-    def __init__(self, path):
-        self.connection = Connection.to(path)
-
-    def ask(self, message):
-        assert self.connection.send(message)
-        return self.connection.receive()
-
-    def close(self):
-        self.connection.close()
 
 
 @pytest.fixture
@@ -938,17 +891,17 @@ def test_a_slot_can_be_given_back_by_whom_it_was_lent_to_only(prefill, talker):
         talker.connection.send(Took(slot))
     talker.connection.send(Got("unknown", 0))
     assert isinstance(talker.ask(Try("e", "h", "x")), Cannot)
-    assert sorted(prefill.sender._pools["shm"].free) == list(range(8))
+    assert sorted(prefill.sender._pools["shm"].slots.free) == list(range(8))
 
 
 def test_a_piece_names_layers_and_blocks_in_prefills_order(prefill, talker):
     talker.ask(Try("e", "h", "shm"))
     talker.connection.send(Use("shm", {}))
+    prefill.compute(Prompt("a", 100))
+    until(lambda: "a" in prefill.sender._transfers and all(prefill.sender._transfers["a"].coverage._ready))
     talker.connection.send(Want("a", 0, [[(1, 3), (4, 5)]]))
-    prompt = Prompt("a", 100)
-    prefill.compute(prompt)
     piece = talker.connection.receive()
     assert isinstance(piece, Piece)
-    assert (piece.transfer, piece.group, piece.layers, piece.ranges) == ("a", 0, [0], [(1, 3), (4, 5)])
-    assert (piece.bytes, piece.checksum) == (3 * BLOCK_BYTES, None)
+    assert (piece.transfer, piece.group, piece.layers, piece.ranges) == ("a", 0, [0, 1], [(1, 3), (4, 5)])
+    assert (piece.bytes, piece.checksum) == (6 * BLOCK_BYTES, None)
     assert 0 < piece.computed_ns <= time.monotonic_ns()

@@ -18,7 +18,7 @@ def counted():
     counts.sent("shm", MIB)
     counts.sent("shm", 2 * MIB)
     counts.waited_for_slot()
-    counts.pair("engine", "shm")
+    counts.pair("shm")
     counts.failed("gone")
     counts.recomputed(40)
     counts.recomputed(2)

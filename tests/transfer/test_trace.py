@@ -103,3 +103,38 @@ def test_threads_have_their_names_once(file):
     names = [event["args"]["name"] for event in lines if event["name"] == "thread_name"]
     assert names[-2:] == ["trivet-sender", "trivet-watcher"]
     assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("where", ["none/trace.json", ""])
+def test_a_file_that_cannot_be_written_is_told_in_one_line(tmp_path, monkeypatch, where):
+    monkeypatch.setenv(VARIABLE, f"{tmp_path}/{where}")
+    with pytest.raises(ValueError, match=f"cannot write {VARIABLE}={tmp_path}") as error:
+        Trace("e")
+    assert "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), None])
+def test_a_disk_that_fills_ends_the_trace_and_nothing_else(file, monkeypatch, caplog, fault):
+    trace = Trace("e")
+    original = os.write
+
+    def write(descriptor, data):
+        if fault is not None:
+            raise fault
+        return original(descriptor, data[: len(data) // 2])
+
+    monkeypatch.setattr(os, "write", write)
+    for _ in range(3):
+        trace.mark("prefill", "t", "x")
+        trace.span("decode", "t", "y", 1, 2)
+    monkeypatch.undo()
+    trace.mark("prefill", "t", "x")
+    assert [one.getMessage().partition(" has ended: ")[0] for one in caplog.records] == [
+        f"TrivetConnector: tracing to {file}"
+    ]
+
+
+def test_a_programs_own_programs_do_not_inherit_the_file(file):
+    trace = Trace("e")
+    assert not os.get_inheritable(trace._file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -19,3 +20,8 @@ def until(look: Callable[[], T], what: str = "it", limit_s: float = LIMIT_S) -> 
         assert time.monotonic() < end_s, f"{what} did not happen within {limit_s:g} s"
         time.sleep(0.001)
     return value
+
+
+def descriptors() -> int:
+    """How many this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))

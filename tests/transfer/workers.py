@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -12,6 +13,8 @@ from pathlib import Path
 import torch
 
 from transfer.waiting import LIMIT_S, until
+from trivet.transfer.link import Connection
+from trivet.transfer.messages import Lost, Message, Offer, Piece, Took, Try, Use, Want
 from trivet.transfer.pages import Layer, Pages
 from trivet.transfer.plan import Chunk, Receive, Report, StepPlan
 from trivet.transfer.receiver import Receiver
@@ -257,3 +260,60 @@ class DecodeWorker(AbstractContextManager["DecodeWorker"]):
                 content = self.expected.get((index, block))
                 right = (own == (-1 if content is None else content)).all()
                 assert right, f"layer {index} block {block} holds {own[:3].tolist()}..., {own[-1]}"
+
+
+class Gate:
+    """Holds whoever calls a method of a class, from the ``after``-th call on, until it is opened."""
+
+    def __init__(self, monkeypatch, owner, name, after=0):
+        self.calls, self._open, self._after = 0, threading.Event(), after
+        original = getattr(owner, name)
+
+        def held(*arguments):
+            self.calls += 1
+            if self.calls > self._after:
+                assert self._open.wait(LIMIT_S)
+            return original(*arguments)
+
+        monkeypatch.setattr(owner, name, held)
+
+    @property
+    def holds(self):
+        return self.calls > self._after
+
+    def open(self):
+        self._open.set()
+
+
+class Talker:
+    """A decode worker that says what a test wants it to say."""
+
+    def __init__(self, path: str):
+        self.connection = Connection.to(path)
+
+    def ask(self, message: Message) -> Message | None:
+        assert self.connection.send(message)
+        return self.connection.receive()
+
+    def close(self) -> None:
+        self.connection.close()
+
+    @classmethod
+    def joined(cls, path: str, name: str = "talker") -> Talker:
+        """One that has agreed on a mover."""
+        talker = cls(path)
+        assert isinstance(talker.ask(Try(name, "h", "shm")), Offer)
+        talker.connection.send(Use("shm", {}))
+        return talker
+
+    def want(self, transfer: str, *ranges: tuple[int, int], attempt: int = 0) -> None:
+        self.connection.send(Want(transfer, attempt, [list(ranges)]))
+
+    def hear(self) -> Piece | Lost:
+        """The next word of prefill."""
+        message = self.connection.receive(LIMIT_S)
+        assert isinstance(message, Piece | Lost), message
+        return message
+
+    def took(self, piece: Piece) -> None:
+        self.connection.send(Took(piece.slot))

@@ -1,9 +1,14 @@
-"""A decode engine's first step of a handed-over request, on vLLM versions that take it for a prefill.
+"""What of vLLM's own code is changed in a decode engine's processes, each where a version needs it.
 
-That step computes one token behind KV that is already there. vLLM 0.30's V2 runner counts the request as prefilling
-and so runs the whole batch without its CUDA graph: 34 ms instead of 5 on an H200 with an 8B model, for everybody who
-decodes there. Later versions run it as what it is (``prefill_runs_as_decode_np`` in vLLM 0.32's
-``v1/worker/gpu/model_runner.py``). This makes 0.30 choose its graph by the same rule; nothing else of the step changes.
+**The first step of a handed-over request.** It computes one token behind KV that is already there. vLLM 0.30's V2
+runner counts the request as prefilling and so runs the whole batch without its CUDA graph: 34 ms instead of 5 on an
+H200 with an 8B model, for everybody who decodes there. Later versions run it as what it is
+(``prefill_runs_as_decode_np`` in vLLM 0.32's ``v1/worker/gpu/model_runner.py``). This makes 0.30 choose its graph by
+the same rule; nothing else of the step changes.
+
+**Blocks that were given back.** vLLM's scheduler keeps free what requests that load KV will still need, also for one
+whose blocks the connector has given back because prefill begins again: all of its prompt's, until it runs. It would be
+let in again only where its prompt fits twice, and others would not be meanwhile. A connector has no say in this.
 """
 
 from __future__ import annotations
@@ -48,3 +53,35 @@ def run_first_steps_as_decode() -> bool:
     runner.gather_batch_req_state = gather_batch_req_state
     logger.info("TrivetConnector: first steps of handed-over requests run as decode steps")
     return True
+
+
+def release_reservations() -> bool:
+    """Lets vLLM's scheduler reserve nothing for requests whose blocks were given back. Whether it can be done.
+
+    Those requests (``take_given_back`` of the connector) are taken out of the scheduler's set of prefills in flight
+    before it counts what these need; when they get blocks again, vLLM puts them in again.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    original = getattr(Scheduler, "_inflight_prefill_reserved_blocks", None)
+    if original is None:
+        logger.warning("TrivetConnector: this vLLM may keep blocks free for requests that gave them back")
+        return False
+    if getattr(original, "trivet", False):
+        return True
+
+    def reserved_blocks(self: Any) -> int:
+        if (take := getattr(self.connector, "take_given_back", None)) is not None:
+            self._inflight_prefills.difference_update(take())
+        return int(original(self))
+
+    reserved_blocks.trivet = True  # type: ignore[attr-defined]
+    Scheduler._inflight_prefill_reserved_blocks = reserved_blocks
+    return True
+
+
+def overtakes() -> bool:
+    """Whether vLLM's scheduler lets requests that hold blocks overtake those that wait for some; see ``room.py``."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return hasattr(Scheduler, "_holds_kv_blocks")

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from trivet.transfer.backport import run_first_steps_as_decode
+from trivet.transfer.backport import overtakes, release_reservations, run_first_steps_as_decode
 from trivet.transfer.decode import DecodeSide
 from trivet.transfer.identity import identity, refusal
 from trivet.transfer.pages import Pages
@@ -84,13 +84,17 @@ class TrivetConnector(KVConnectorBase_V1, SupportsHMA):
             paths = [f"{self._settings.path}.{rank}" for rank in range(ranks)]
             self._prefill = PrefillSide(self._settings, generation, own, paths, self._counts, trace)
         if self._receives:
+            release_reservations()
             self._decode = DecodeSide(
                 self._settings,
                 generation,
                 own,
                 ranks=ranks,
                 block_tokens=[group.kv_cache_spec.block_size for group in self._caches.kv_cache_groups],
+                windows=[window_of(group.kv_cache_spec) for group in self._caches.kv_cache_groups],
+                max_model_len=self._config.model_config.max_model_len,
                 carries_output=bool(self._config.use_v2_model_runner),
+                overtaken=overtakes(),
                 counts=self._counts,
                 trace=trace,
             )
@@ -109,7 +113,9 @@ class TrivetConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         """See ``KVConnectorBase_V1``."""
         params = request.kv_transfer_params
-        if not params:
+        if not isinstance(params, dict):
+            # Some of vLLM's routes take anything here (``vllm_xargs``), and its scheduler reads it behind this hook.
+            request.kv_transfer_params = None
             return
         if self._prefill is not None:
             self._prefill.on_new_request(request, params)
@@ -119,6 +125,10 @@ class TrivetConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See ``KVConnectorBase_V1``."""
         return self._decode.matched(request, num_computed_tokens) if self._decode is not None else (0, False)
+
+    def take_given_back(self) -> set[Request]:
+        """Requests that hold no blocks any more though vLLM counts them, each once; see ``backport.py``."""
+        return self._decode.take_given_back() if self._decode is not None else set()
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """See ``KVConnectorBase_V1``."""
@@ -251,3 +261,11 @@ class TrivetConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> TransferMetrics:
         """See ``KVConnectorBase_V1``."""
         return TransferMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def window_of(spec: Any) -> int | None:
+    """Tokens of a sliding window outside which vLLM keeps no blocks; None where it keeps all."""
+    spec = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
+    if all(one.__name__ != "SlidingWindowSpec" for one in type(spec).__mro__):
+        return None
+    return int(spec.sliding_window)

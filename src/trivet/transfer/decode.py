@@ -15,27 +15,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from trivet.connectors.address import path_of
+from trivet.transfer.incoming import Incoming, State
 from trivet.transfer.link import Connection, Listener
-from trivet.transfer.messages import (
-    PROTOCOL,
-    Alive,
-    Announce,
-    Close,
-    First,
-    Hello,
-    Landed,
-    Lost,
-    Message,
-    Open,
-    Welcome,
-    Withdraw,
-)
+from trivet.transfer.messages import Landed, is_transfer
 from trivet.transfer.pieces import ranges_of
 from trivet.transfer.plan import Receive, Report, StepPlan
+from trivet.transfer.prefill_link import PrefillLink
+from trivet.transfer.prompts import prompt_of
+from trivet.transfer.room import Room
 from trivet.transfer.settings import Settings
 from trivet.transfer.stats import Counts
 from trivet.transfer.trace import Trace
@@ -51,46 +42,8 @@ _NO_BLOCK = 0
 """vLLM's null block: a place outside a sliding window."""
 
 
-class _State(Enum):
-    OPENED = auto()
-    ANNOUNCED = auto()
-    LOADING = auto()
-    SETTLED = auto()
-
-
-@dataclass(slots=True, eq=False)
-class _Incoming:
-    """A request whose KV prefill computes."""
-
-    transfer: str
-    request: Request
-    takes_first_token: bool
-    link: _Link
-    state: _State = _State.OPENED
-    announced: bool = False
-    lost: str | None = None
-    """Why its KV will not come."""
-    token: int | None = None
-    token_known: bool = False
-    """Prefill is done: ``token`` is what there will ever be."""
-    token_lost: bool = False
-    """Prefill will never say it."""
-    token_taken: bool = False
-    deadline_s: float = float("inf")
-    """Until when what prefill has computed must be here."""
-    withdrawn: bool = False
-    """Prefill begins again: what is here is worth nothing until it announces anew."""
-    attempt: int = 0
-    """How often it was withdrawn: reports of former attempts may still be under way."""
-    dropped: bool = False
-    """The workers were told to stop."""
-    has_all: bool = False
-    aborted: bool = False
-    fails: bool = False
-    """It must end with an error: its first token went to the client and is not known here."""
-    cached_tokens: int = 0
-    landed_at: set[int] = field(default_factory=set)
-    """Ranks that have said so."""
+_MOST_LINKS = 256
+"""Prefill engines at once. Addresses come with requests, and each link has threads."""
 
 
 class DecodeSide:
@@ -104,24 +57,34 @@ class DecodeSide:
         *,
         ranks: int,
         block_tokens: list[int],
+        windows: Sequence[int | None] = (),
+        max_model_len: int,
         carries_output: bool,
+        overtaken: bool,
         counts: Counts,
         trace: Trace,
     ) -> None:
         """
         Args:
             block_tokens: tokens of a block, by cache group.
+            windows: tokens of a sliding window, by cache group.
+            max_model_len: the longest that a prompt with its answer may be.
             carries_output: whether the model runner takes tokens of the answer with a request that it does not know
                 yet (V2); else the first token must look like the prompt's last one.
+            overtaken: see ``Room``.
         """
         self._settings, self.engine_id, self.identity = settings, engine_id, identity
         self._ranks, self._block_tokens, self._carries_output = ranks, block_tokens, carries_output
         self._counts, self.trace = counts, trace
+        self._windows, self._max_model_len = tuple(windows), max_model_len
         self._manager: KVCacheManager | None = None
+        self._room = Room(block_tokens, overtaken=overtaken)
         self.lock = threading.RLock()
-        self._links: dict[str, _Link] = {}
-        self._incoming: dict[str, _Incoming] = {}
-        """By request id."""
+        self._links: dict[str, PrefillLink] = {}
+        self._incoming: dict[str, Incoming] = {}
+        """By request id, until vLLM goes on by itself."""
+        self._given_back: set[Request] = set()
+        """They hold no blocks, and vLLM counts as if they did."""
         self._receives: list[Receive] = []
         self._given_up: list[tuple[str, int]] = []
         self._failed: list[str] = []
@@ -131,6 +94,7 @@ class DecodeSide:
     def bind(self, manager: KVCacheManager) -> None:
         """vLLM's owner of blocks: those of a transfer that failed go back to it."""
         self._manager = manager
+        self._room.bind(manager)
 
     def close(self) -> None:
         """Closes all links."""
@@ -141,95 +105,160 @@ class DecodeSide:
     # --- the scheduler
 
     def on_new_request(self, request: Request, params: dict[str, Any]) -> None:
-        """A request has come; if its KV is to come from prefill, prefill is asked for it now."""
+        """A request has come; if its KV is to come from prefill, prefill is asked for it now.
+
+        What ``params`` has is the client's word: anything.
+        """
         transfer, address = params.get("transfer_id"), params.get("prefill_address")
-        if not params.get("do_remote_prefill") or not isinstance(transfer, str) or not isinstance(address, str):
+        if not params.get("do_remote_prefill") or params.get("do_remote_decode"):
             return
-        if request.prompt_token_ids is None:
-            return  # made of embeddings: this engine computes it
+        if not is_transfer(transfer) or not isinstance(address, str):
+            return
+        first = bool(params.get("first_token"))
+        embedded = request.prompt_token_ids is None or request.prompt_embeds is not None
+        if embedded and not first:
+            return  # this engine computes it
+        skips = bool(request.skip_reading_prefix_cache)
+        incoming = Incoming(transfer, request, first, prompt_of(request), skips)
         with self.lock:
-            link = self._links.get(address)
-            if link is None or link.ended:
-                link = self._links[address] = _Link(self, address, self._settings.lease_s / 3)
-            incoming = _Incoming(transfer, request, bool(params.get("first_token")), link)
+            if request.request_id in self._incoming:
+                return
             self._incoming[request.request_id] = incoming
             self.trace.mark("decode", transfer, "request queued")
-            link.open(incoming)
+            incoming.park()
+            why = self._open(incoming, address)
+            if why is not None:
+                incoming.lose(why)
+            if first and (why := self._refusal(request, embedded=embedded)) is not None:
+                self._fail(incoming, why)
+
+    def _open(self, incoming: Incoming, address: str) -> str | None:
+        """Asks prefill; why that cannot be done, or None."""
+        link = self._links.get(address)
+        if link is None or link.ended:
+            if len(self._links) >= _MOST_LINKS:
+                return f"prefill cannot be reached: there are {_MOST_LINKS} links"
+            try:
+                path_of(address)
+                link = self._links[address] = PrefillLink(self, address, self._settings.lease_s)
+            except (ValueError, RuntimeError) as error:
+                return f"prefill cannot be reached: {error}"
+        if not link.open(incoming):
+            return "another request has its transfer id"
+        incoming.link = link
+        return None
+
+    def forget(self, link: PrefillLink) -> None:
+        """A link has ended. Called with the lock."""
+        self._links = {address: one for address, one in self._links.items() if one is not link}
+
+    def _refusal(self, request: Request, *, embedded: bool) -> str | None:
+        """Why a request cannot go on behind a first token, or None: it would be another answer, or none at all."""
+        if embedded:
+            return "its prompt has embeddings, which are computed here"
+        if request.num_prompt_tokens + 1 >= self._max_model_len:
+            return f"no token has room behind the first: --max-model-len is {self._max_model_len}"
+        if request.max_tokens <= 1:
+            return "no token was asked for behind the first"
+        if request.use_structured_output:
+            return "its grammar begins with the first token"
+        return None
 
     def matched(self, request: Request, cached_tokens: int) -> tuple[int | None, bool]:
         """Tokens whose KV comes, behind those cached here; see ``get_num_new_matched_tokens``."""
         with self.lock:
             incoming = self._incoming.get(request.request_id)
-            if incoming is None or incoming.state is _State.SETTLED:
-                return 0, False
+            if incoming is None:
+                return (0 if self._room.lets(request) else None), False
+            tokens = self._tokens(incoming, cached_tokens)
+            # vLLM 0.32 has no KV come for a request that may not read caches: it would make its first token again.
+            # The wish is heard all the same, as vLLM looks into its own cache before it asks; see ``plan``.
+            request.skip_reading_prefix_cache = incoming.skips_cache and incoming.state is State.SETTLED
+            return tokens, bool(tokens)
+
+    def _tokens(self, incoming: Incoming, cached_tokens: int) -> int | None:
+        request = incoming.request
+        if incoming.gave_back:
+            # Asked again it stands among those without blocks; until then it would hold up those that have theirs.
+            incoming.gave_back = False
+            return None
+        if incoming.state is not State.SETTLED and not incoming.fails:
+            if incoming.lost is None and self._is_past_window(request, incoming):
+                incoming.lost = "its last token's window begins in a block that decode does not get"
             if incoming.lost is not None:
-                if incoming.takes_first_token and not incoming.token_known:
-                    if not (incoming.link.ended or incoming.token_lost):
-                        return None, False  # prefill lives and will say
-                    incoming.fails = True  # vLLM ends with an error only what it waits for
-                elif not incoming.fails:
+                if incoming.awaits_token:
+                    self._room.leave(incoming)
+                    return None  # prefill lives and will say
+                if incoming.lacks_token:
+                    self._fail(incoming, incoming.lost)  # vLLM ends with an error only what it waits for
+                else:
                     self._recompute(incoming, request.num_prompt_tokens - cached_tokens)
-                    return 0, False
-            elif incoming.state is _State.OPENED:
-                return None, False
-            if not incoming.fails and not self._fits(incoming):
-                return None, False
-            incoming.cached_tokens = cached_tokens
-            return request.num_tokens - cached_tokens, True
+            elif incoming.state is State.OPENED:
+                return None
+        if not self._room.fits(incoming, cached_tokens):
+            return None
+        if incoming.state is State.SETTLED:
+            return 0
+        incoming.cached_tokens = cached_tokens
+        return request.num_tokens - cached_tokens
 
-    def _fits(self, incoming: _Incoming) -> bool:
-        """Whether there are blocks for the prompt, and those that first tokens will need besides.
+    def _is_past_window(self, request: Request, incoming: Incoming) -> bool:
+        """Whether decode, computing the prompt's last token again for the answer's first, lacks a block for it.
 
-        Behind a prompt that fills its last block, the first token needs a block that vLLM does not know of when it
-        gives blocks to the prompt. Were all blocks held by requests of which the first waits for one more, none could
-        ever go on: vLLM takes no blocks from a request that is loading, and lets none overtake it. Those that run may
-        take what is free; it comes back when they end.
+        vLLM gives blocks for the window of the token behind the prompt. That of the last one begins one token earlier,
+        which may be in a block of its own; prefill gives that block free when its request ends.
         """
-        pool = getattr(self._manager, "block_pool", None)
-        loading = (other for other in self._incoming.values() if other.state is _State.LOADING)
-        spare = self._needs_spare(incoming) + sum(self._needs_spare(other) for other in loading)
-        if pool is None or not spare:
-            return True
-        needed = spare + sum(-(-incoming.request.num_tokens // size) for size in self._block_tokens)
-        return bool(needed <= pool.get_num_free_blocks() or needed > pool.num_gpu_blocks - 1)
-
-    def _needs_spare(self, incoming: _Incoming) -> bool:
-        tokens = incoming.request.num_prompt_tokens
-        return (
-            incoming.takes_first_token
-            and not incoming.token_taken
-            and any(tokens % size == 0 for size in self._block_tokens)
+        last = request.num_prompt_tokens
+        return not incoming.takes_first_token and any(
+            window is not None and last >= window and (last - window + 1) % size == 0
+            for window, size in zip(self._windows, self._block_tokens, strict=False)
         )
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
         """vLLM has given blocks to a request; see ``update_state_after_alloc``."""
         with self.lock:
             incoming = self._incoming.get(request.request_id)
-            if incoming is None or incoming.state in (_State.SETTLED, _State.LOADING):
+            self._given_back.discard(request)
+            if incoming is None or incoming.state is State.LOADING:
                 return
-            if tokens == 0:  # vLLM does without, as for a request that may not read caches
-                self._settle(incoming)
+            if tokens == 0:
+                if incoming.state is not State.SETTLED:
+                    self._without(incoming)
+                del self._incoming[request.request_id]
+                self._room.leave(incoming)
                 return
-            incoming.state = _State.LOADING
+            incoming.state = State.LOADING
+            self._room.take(incoming)
             if incoming.fails:
                 self._failed.append(request.request_id)
                 return
             self.trace.mark("decode", incoming.transfer, "blocks taken")
+            if incoming.token_known:
+                incoming.deadline_s = time.monotonic() + self._settings.lease_s
             ids = tuple(tuple(group) for group in blocks.get_block_ids())
             wanted = tuple(self._wanted(group, own, incoming) for group, own in enumerate(ids))
+            link = incoming.link
+            assert link is not None  # else it was lost before it could load
             self._receives.append(
                 Receive(
                     incoming.transfer,
                     request.request_id,
                     incoming.attempt,
-                    tuple(incoming.link.data_paths),
-                    incoming.link.prefill_engine,
+                    tuple(link.data_paths),
+                    link.prefill_engine,
                     ids,
                     wanted,
                 )
             )
 
-    def _wanted(self, group: int, ids: tuple[int, ...], incoming: _Incoming) -> tuple[tuple[int, int], ...]:
+    def _without(self, incoming: Incoming) -> None:
+        """vLLM goes on without the KV that it was told of. No version that is known does."""
+        log = logger.error if incoming.takes_first_token else logger.warning
+        log("TrivetConnector: transfer %s: vLLM did not take KV from prefill", incoming.transfer)
+        self._counts.failed("other")
+        self._settle(incoming)
+
+    def _wanted(self, group: int, ids: tuple[int, ...], incoming: Incoming) -> tuple[tuple[int, int], ...]:
         size = self._block_tokens[group]
         start, end = incoming.cached_tokens // size, -(-incoming.request.num_tokens // size)
         end = min(end, len(ids))
@@ -242,7 +271,11 @@ class DecodeSide:
         with self.lock:
             now_s = time.monotonic()
             for incoming in self._incoming.values():
-                if incoming.state is _State.LOADING and not incoming.dropped and not incoming.fails:
+                if incoming.state is State.OPENED and incoming.lost is None:
+                    incoming.park()
+                elif incoming.state is not State.LOADING:
+                    incoming.unpark()
+                elif not incoming.dropped and not incoming.fails:
                     if incoming.deadline_s < now_s:
                         incoming.lost = incoming.lost or f"it did not arrive within {self._settings.lease_s:g} s"
                     if incoming.lost is not None or incoming.aborted or incoming.withdrawn:
@@ -273,7 +306,7 @@ class DecodeSide:
             report = Report()
         with self.lock:
             for request_id, incoming in list(self._incoming.items()):
-                if incoming.state is not _State.LOADING:
+                if incoming.state is not State.LOADING or incoming.fails:
                     continue
                 landed, stopped = len(incoming.landed_at), 0
                 if report.attempts.get(request_id) == incoming.attempt:
@@ -289,63 +322,85 @@ class DecodeSide:
                     continue
                 output.finished_recving = {*(output.finished_recving or ()), request_id}
                 self._forget.append(request_id)
-                if incoming.aborted:
+                if incoming.aborted or incoming.has_all:
                     del self._incoming[request_id]
 
-    def _goes_on(self, incoming: _Incoming, *, complete: bool) -> bool:
+    def _goes_on(self, incoming: Incoming, *, complete: bool) -> bool:
         """Prepares a request on which no worker works any more to go on; False if it must wait."""
         request = incoming.request
         if incoming.aborted:
             self._settle(incoming)
+            self._room.leave(incoming)
             return True
-        if incoming.withdrawn and incoming.lost is None and not complete:
+        if incoming.withdrawn and incoming.lost is None:
+            # Also where all KV has come: while prefill begins again, blocks that are kept here for a first token may
+            # be those for which others wait, who in turn keep the blocks that prefill needs to begin.
             self._give_blocks_back(incoming)
-            incoming.state = _State.ANNOUNCED if incoming.announced else _State.OPENED
-            incoming.withdrawn = incoming.dropped = False
-            incoming.landed_at.clear()
-            incoming.attempt += 1
+            incoming.state = State.ANNOUNCED if incoming.announced else State.OPENED
             return True
-        if incoming.takes_first_token and not incoming.token_known:
-            if not (incoming.link.ended or incoming.token_lost):
-                return False
-            if not incoming.fails:
-                incoming.fails = True
-                self._failed.append(request.request_id)
-                self._forget.append(request.request_id)
+        if incoming.lacks_token:
+            self._fail(incoming, incoming.lost or "prefill is done and has no first token")
+            self._failed.append(request.request_id)
+            self._forget.append(request.request_id)
             return False
         if complete:
+            if incoming.awaits_token:
+                return False
             incoming.has_all = True
             self._take_first_token(incoming)
             self._settle(incoming)
+            self._room.landed(incoming)
             return True
         self._give_blocks_back(incoming)
-        self._recompute(incoming, request.num_prompt_tokens - incoming.cached_tokens)
+        incoming.state = State.OPENED
+        if not incoming.awaits_token:
+            self._recompute(incoming, request.num_prompt_tokens - incoming.cached_tokens)
         return True
 
-    def _give_blocks_back(self, incoming: _Incoming) -> None:
+    def _give_blocks_back(self, incoming: Incoming) -> None:
         """What came is of no use; vLLM then begins with what is cached here."""
         assert self._manager is not None
         self._manager.free(incoming.request)
         incoming.request.num_computed_tokens = 0
+        self._given_back.add(incoming.request)
+        self._room.leave(incoming)
+        incoming.gave_back = True
+        incoming.withdrawn = incoming.dropped = False
+        incoming.deadline_s = float("inf")
+        incoming.landed_at.clear()
+        incoming.attempt += 1
 
-    def _recompute(self, incoming: _Incoming, tokens: int) -> None:
+    def take_given_back(self) -> set[Request]:
+        """Requests that hold no blocks any more, each once; see ``backport.release_reservations``."""
+        with self.lock:
+            given_back, self._given_back = self._given_back, set()
+            return given_back
+
+    def _fail(self, incoming: Incoming, why: str) -> None:
+        """It must end with an error, and never with another answer."""
+        incoming.lose(why)
+        incoming.fails = True
+        logger.error("TrivetConnector: transfer %s fails: %s", incoming.transfer, why)
+        self._counts.failed(_kind(why))
+
+    def _recompute(self, incoming: Incoming, tokens: int) -> None:
+        why = incoming.lost or "its KV did not come"
         logger.warning(
-            "TrivetConnector: transfer %s: %s; decode computes %d tokens itself",
-            incoming.transfer,
-            incoming.lost,
-            tokens,
+            "TrivetConnector: transfer %s: %s; decode computes %d tokens itself", incoming.transfer, why, tokens
         )
-        self._counts.failed(_kind(incoming))
+        self._counts.failed(_kind(why))
         self._counts.recomputed(tokens)
         self._take_first_token(incoming)
         self._settle(incoming)
 
-    def _settle(self, incoming: _Incoming) -> None:
+    def _settle(self, incoming: Incoming) -> None:
         self.trace.mark("decode", incoming.transfer, "goes on")
-        incoming.state = _State.SETTLED
-        incoming.link.close_transfer(incoming)
+        incoming.state = State.SETTLED
+        incoming.unpark()
+        if incoming.link is not None:
+            incoming.link.close_transfer(incoming)
 
-    def _take_first_token(self, incoming: _Incoming) -> None:
+    def _take_first_token(self, incoming: Incoming) -> None:
         if not incoming.takes_first_token or incoming.token is None or incoming.token_taken:
             return
         incoming.token_taken = True
@@ -354,7 +409,9 @@ class DecodeSide:
             request.append_output_token_ids(token)
             return
         assert request.prompt_token_ids is not None
-        request.prompt_token_ids.append(token)
+        # A list of its own: where engine and front end are one process, the front end and the other requests of one
+        # that asks for several answers (``n``) have the same list. ``_all_token_ids`` is the request's alone.
+        request.prompt_token_ids = [*request.prompt_token_ids, token]
         request._all_token_ids.append(token)
         request.num_prompt_tokens += 1
         request.update_block_hashes()
@@ -370,122 +427,34 @@ class DecodeSide:
         """A request has ended or was aborted. Blocks that are written into stay vLLM's matter until that is over."""
         with self.lock:
             incoming = self._incoming.get(request.request_id)
+            self._given_back.discard(request)
             if incoming is None:
                 return
-            if incoming.state is _State.LOADING and not incoming.fails:
+            if incoming.state is State.LOADING and not incoming.fails:
                 incoming.aborted = True
                 return
-            if incoming.state is not _State.SETTLED:
+            if incoming.state is not State.SETTLED:
                 self._settle(incoming)
+            self._room.leave(incoming)
             del self._incoming[request.request_id]
 
 
-def _kind(incoming: _Incoming) -> str:
+_KINDS = (
+    "checksum",
+    "differ",
+    "cannot be reached",
+    "no mover",
+    "did not arrive",
+    "lease",
+    "gone",
+    "another prompt",
+    "transfer id",
+    "window",
+    "behind the first",
+    "ended",
+)
+
+
+def _kind(why: str) -> str:
     """The reason as a metric's label: few values."""
-    lost = incoming.lost or ""
-    for word in ("checksum", "differ", "cannot be reached", "no mover", "did not arrive", "lease", "gone", "ended"):
-        if word in lost:
-            return word
-    return "other"
-
-
-class _Link:
-    """A prefill engine's scheduler side, and the thread that reads from it."""
-
-    def __init__(self, side: DecodeSide, address: str, alive_every_s: float) -> None:
-        self._side, self._address, self._alive_every_s = side, address, alive_every_s
-        self._connection: Connection | None = None
-        self._transfers: dict[str, _Incoming] = {}
-        self.ended = False
-        self.data_paths: list[str] = []
-        self.prefill_engine = ""
-        self._wake = threading.Event()
-        threading.Thread(target=self._run, name="trivet-link", daemon=True).start()
-        threading.Thread(target=self._say_alive, name="trivet-alive", daemon=True).start()
-
-    def open(self, incoming: _Incoming) -> None:
-        """Asks prefill for a transfer, now or once the link stands. Called with the side's lock."""
-        self._transfers[incoming.transfer] = incoming
-        self._wake.set()
-        if self._connection is not None:
-            self._connection.send(Open(incoming.transfer))
-
-    def close_transfer(self, incoming: _Incoming) -> None:
-        """Tells prefill that decode is through with it. Called with the side's lock."""
-        if self._transfers.pop(incoming.transfer, None) is not None and self._connection is not None:
-            self._connection.send(Close(incoming.transfer, has_all=incoming.has_all))
-
-    def close(self) -> None:
-        """Closes the connection, which ends the threads."""
-        if self._connection is not None:
-            self._connection.close()
-
-    def _run(self) -> None:
-        why = "prefill is gone"
-        connection: Connection | None = None
-        try:
-            connection = Connection.to(self._address.removeprefix("unix:"))
-            connection.send(Hello(PROTOCOL, self._side.engine_id, self._side.identity))
-            welcome = connection.receive()
-            if not isinstance(welcome, Welcome):
-                raise ValueError("prefill did not answer")
-            if welcome.problem is not None:
-                logger.error("TrivetConnector: prefill at %s: %s", self._address, welcome.problem)
-            with self._side.lock:
-                self.data_paths, self.prefill_engine = welcome.data_paths, welcome.engine_id
-                self._connection = connection
-                for transfer in self._transfers:
-                    connection.send(Open(transfer))
-            while (message := connection.receive()) is not None:
-                with self._side.lock:
-                    self._hear(message)
-        except OSError as error:
-            why = f"prefill cannot be reached at {self._address}: {error.strerror or error}"
-            logger.error("TrivetConnector: %s", why)
-        except ValueError as error:
-            why = f"prefill at {self._address}: {error}"
-            logger.error("TrivetConnector: %s", why)
-        finally:
-            with self._side.lock:
-                self.ended = True
-                for incoming in self._transfers.values():
-                    incoming.lost = incoming.lost or why
-            self._wake.set()
-            if connection is not None:
-                connection.close()
-
-    def _hear(self, message: Message) -> None:
-        incoming = self._transfers.get(getattr(message, "transfer", ""))
-        if incoming is None:
-            return
-        match message:
-            case Announce():
-                incoming.announced = True
-                if incoming.state is _State.OPENED:
-                    incoming.state = _State.ANNOUNCED
-            case Withdraw():
-                incoming.announced = False
-                if incoming.state is _State.ANNOUNCED:
-                    incoming.state = _State.OPENED
-                elif incoming.state is _State.LOADING:
-                    incoming.withdrawn = True
-            case First():
-                incoming.token, incoming.token_known = message.token, True
-                self._side.trace.mark("decode", incoming.transfer, "prefill is done")
-                incoming.deadline_s = time.monotonic() + self._side._settings.lease_s
-            case Lost():
-                incoming.lost = incoming.lost or message.why
-                incoming.token_lost = not message.first_comes and not incoming.token_known
-            case _:
-                raise ValueError(f"a {type(message).__name__} on a link")
-
-    def _say_alive(self) -> None:
-        """Keeps the leases of what is opened, and is asleep while nothing is."""
-        while not self.ended:
-            if not self._transfers:
-                self._wake.wait()
-                self._wake.clear()
-                continue
-            time.sleep(self._alive_every_s)
-            if self._transfers and self._connection is not None:
-                self._connection.send(Alive())
+    return next((word for word in _KINDS if word in why), "other")

@@ -1,8 +1,8 @@
 """Which pieces of a transfer can leave now. Pure bookkeeping: no engine, no tensors.
 
-A transfer is complete when every layer has given every wanted block. Layers become ready from the first to the last
-within a chunk, blocks from the first to the last with each chunk, so what is there is kept as one count a layer; a
-piece is cut from neighbouring layers that stand at the same place.
+A transfer is complete when every layer has given every wanted block. Blocks become ready from the first to the last
+with each chunk, so what is there is kept as one count a layer; layers become ready in any order, though mostly from the
+first to the last. A piece is cut from neighbouring layers that stand at the same place.
 """
 
 from __future__ import annotations
@@ -75,46 +75,65 @@ class Coverage:
         self._groups = tuple(groups)
         self._block_bytes = tuple(block_bytes)
         self._ready = [0] * len(groups)
+        self._can = [0] * len(groups)
+        """How many of the wanted blocks are ready, by layer."""
         self._sent = [0] * len(groups)
+        self._from = 0
+        """Layers before this one have nothing to send: most of the time all but the last few do."""
+        self._totals: list[int] = []
         self.wanted: list[list[tuple[int, int]]] | None = None
 
     def want(self, ranges: Sequence[Ranges]) -> None:
-        """Decode says which blocks it lacks, by group; what was sent before counts no more."""
+        """Decode says which blocks it lacks, by group; what was sent before counts no more.
+
+        Raises:
+            ValueError: there are not as many groups.
+        """
+        if len(ranges) <= max(self._groups):
+            raise ValueError(f"decode asked for {len(ranges)} cache groups, there are {max(self._groups) + 1}")
         self.wanted = [list(one) for one in ranges]
+        self._totals = [count(one) for one in ranges]
         self._sent = [0] * len(self._groups)
+        self._can = [below(self.wanted[group], ready) for group, ready in zip(self._groups, self._ready, strict=True)]
+        self._from = 0
 
     def ready(self, layers: Sequence[int], blocks: Sequence[int]) -> None:
         """The first ``blocks[group]`` blocks of these layers are computed."""
         for layer in layers:
-            self._ready[layer] = max(self._ready[layer], blocks[self._groups[layer]])
+            group = self._groups[layer]
+            if blocks[group] <= self._ready[layer]:
+                continue
+            self._ready[layer] = blocks[group]
+            if self.wanted is not None:
+                self._can[layer] = below(self.wanted[group], blocks[group])
+                self._from = min(self._from, layer)
 
     def reset_ready(self) -> None:
         """Prefill lost its blocks and begins again; what has been sent stays sent."""
         self._ready = [0] * len(self._groups)
+        self._can = [0] * len(self._groups)
 
     def next(self, most_bytes: int) -> Cut | None:
         """The next piece of at most so many bytes (one block of one layer at least), or None if none is ready."""
-        if self.wanted is None:
+        layers = len(self._groups)
+        while self._from < layers and self._sent[self._from] >= self._can[self._from]:
+            self._from += 1
+        if self._from == layers:
             return None
-        for layer, group in enumerate(self._groups):
-            start = self._sent[layer]
-            end = below(self.wanted[group], self._ready[layer])
-            if start >= end:
+        first, group, size = self._from, self._groups[self._from], self._block_bytes[self._from]
+        start = self._sent[first]
+        end = min(self._can[first], start + max(1, most_bytes // size))
+        left = most_bytes - (end - start) * size
+        cut = [first]
+        for other in range(first + 1, layers):
+            if self._groups[other] != group:
                 continue
-            size = self._block_bytes[layer]
-            end = min(end, start + max(1, most_bytes // size))
-            layers = [layer]
-            left = most_bytes - (end - start) * size
-            for other in range(layer + 1, len(self._groups)):
-                if self._groups[other] != group:
-                    continue
-                fits = (end - start) * self._block_bytes[other] <= left
-                if not fits or self._sent[other] != start or below(self.wanted[group], self._ready[other]) < end:
-                    break
-                layers.append(other)
-                left -= (end - start) * self._block_bytes[other]
-            return Cut(group, tuple(layers), start, end)
-        return None
+            fits = (end - start) * self._block_bytes[other] <= left
+            if not fits or self._sent[other] != start or self._can[other] < end:
+                break
+            cut.append(other)
+            left -= (end - start) * self._block_bytes[other]
+        return Cut(group, tuple(cut), start, end)
 
     def sent(self, cut: Cut) -> None:
         """A piece has left."""
@@ -125,8 +144,7 @@ class Coverage:
         """Whether every layer has given every wanted block."""
         if self.wanted is None:
             return False
-        totals = [count(one) for one in self.wanted]
-        return all(self._sent[layer] >= totals[group] for layer, group in enumerate(self._groups))
+        return all(self._sent[layer] >= self._totals[group] for layer, group in enumerate(self._groups))
 
 
 class Arrivals:

@@ -23,8 +23,10 @@ from trivet.transfer.messages import (
     Open,
     Welcome,
     Withdraw,
+    is_transfer,
 )
 from trivet.transfer.plan import Chunk, StepPlan
+from trivet.transfer.prompts import prompt_of
 from trivet.transfer.settings import Settings
 from trivet.transfer.stats import Counts
 from trivet.transfer.trace import Trace
@@ -41,6 +43,7 @@ _REMEMBERED = 4096
 _TAKEN = "a decode engine has taken it"
 _UNWANTED = "decode did not want it any more"
 _RELEASED = "it was released"
+_ANOTHER = "another decode engine has opened it"
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +62,8 @@ class _Outgoing:
     transfer: str
     request: Request
     hands_first_token: bool
+    prompt: str
+    """Which prompt it is, see ``prompts.py``."""
     opener: _Link | None = None
     announced: bool = False
     prompt_done: bool = False
@@ -105,7 +110,7 @@ class PrefillSide:
         self._lock = threading.RLock()
         self._outgoing: dict[str, _Outgoing] = {}
         self._by_request: dict[str, _Outgoing] = {}
-        self._early: dict[str, _Link] = {}
+        self._early: dict[str, tuple[_Link, Open]] = {}
         """Opened before this engine has the request."""
         self._ended: OrderedDict[str, str] = OrderedDict()
         """Why a transfer cannot be had any more."""
@@ -136,7 +141,7 @@ class PrefillSide:
                 self._hear(link, message)
         finally:
             with self._lock:
-                for name in [name for name, other in self._early.items() if other is link]:
+                for name in [name for name, (other, _) in self._early.items() if other is link]:
                     del self._early[name]
                 for outgoing in [one for one in self._outgoing.values() if one.opener is link]:
                     self._closed(outgoing)
@@ -146,13 +151,17 @@ class PrefillSide:
             match message:
                 case Open():
                     if (outgoing := self._outgoing.get(message.transfer)) is not None:
-                        self._opened(outgoing, link)
+                        self._opened(outgoing, link, message)
                     elif (why := self._ended.get(message.transfer)) is not None:
                         link.connection.send(Lost(message.transfer, why))
                     else:
-                        self._early[message.transfer] = link
+                        former = self._early.get(message.transfer)
+                        if former is not None and former[0] is not link:
+                            former[0].connection.send(Lost(message.transfer, _ANOTHER))
+                        self._early[message.transfer] = (link, message)
                 case Close():
-                    if self._early.get(message.transfer) is link:
+                    former = self._early.get(message.transfer)
+                    if former is not None and former[0] is link:
                         del self._early[message.transfer]
                     outgoing = self._outgoing.get(message.transfer)
                     if outgoing is not None and outgoing.opener is link:
@@ -166,7 +175,15 @@ class PrefillSide:
                 case _:
                     raise ValueError(f"a {type(message).__name__} on a link")
 
-    def _opened(self, outgoing: _Outgoing, link: _Link) -> None:
+    def _opened(self, outgoing: _Outgoing, link: _Link, message: Open) -> None:
+        if message.prompt and message.prompt != outgoing.prompt:
+            # A fault of whoever made the ids. Nothing of it is told: neither KV nor token belong to decode's request.
+            why = f"prefill has another prompt by this transfer id: {outgoing.prompt}, decode {message.prompt}"
+            logger.error("TrivetConnector: transfer %s: %s", outgoing.transfer, why)
+            link.connection.send(Lost(outgoing.transfer, why))
+            return
+        if outgoing.opener is not None and outgoing.opener is not link:
+            outgoing.opener.connection.send(Lost(outgoing.transfer, _ANOTHER))
         outgoing.opener, outgoing.unwanted, outgoing.taken = link, False, False
         outgoing.problem = link.problem or outgoing.problem
         outgoing.deadline_s = time.monotonic() + self._settings.lease_s
@@ -199,9 +216,14 @@ class PrefillSide:
     # --- the scheduler
 
     def on_new_request(self, request: Request, params: dict[str, Any]) -> None:
-        """A request has come that is to be handed over, or one whose use is that KV is given up."""
+        """A request has come that is to be handed over, or one whose use is that KV is given up.
+
+        What ``params`` has is the client's word: anything.
+        """
         with self._lock:
-            if isinstance(release := params.get("release_transfer"), str):
+            if (release := params.get("release_transfer")) is not None:
+                if not is_transfer(release):
+                    return
                 held = self._outgoing.get(release)
                 if held is None:
                     self._end(release, _RELEASED)  # its request may be on its way
@@ -211,13 +233,15 @@ class PrefillSide:
                     held.unwanted = True
                 return
             transfer = params.get("transfer_id")
-            if not params.get("do_remote_decode") or not isinstance(transfer, str) or transfer in self._outgoing:
+            if not params.get("do_remote_decode") or not is_transfer(transfer) or transfer in self._outgoing:
                 return
-            outgoing = _Outgoing(transfer, request, bool(params.get("first_token")))
+            if request.request_id in self._by_request:
+                return
+            outgoing = _Outgoing(transfer, request, bool(params.get("first_token")), prompt_of(request))
             self._outgoing[transfer] = self._by_request[request.request_id] = outgoing
             outgoing.unwanted = self._ended.pop(transfer, None) == _RELEASED
-            if (link := self._early.pop(transfer, None)) is not None:
-                self._opened(outgoing, link)
+            if (early := self._early.pop(transfer, None)) is not None:
+                self._opened(outgoing, *early)
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """What the workers are told of this step."""
@@ -238,13 +262,17 @@ class PrefillSide:
                             outgoing.opener.connection.send(Lost(outgoing.transfer, "its lease has ended"))
                         self._drop(outgoing, "its lease has ended")
                 elif outgoing.request.status.name == "PREEMPTED" and not outgoing.preempted:
-                    outgoing.preempted, outgoing.prompt_done, outgoing.announced = True, False, False
+                    outgoing.preempted, outgoing.prompt_done = True, False
                     preempted.append(outgoing.transfer)
-                    if outgoing.opener is not None:
-                        outgoing.opener.connection.send(Withdraw(outgoing.transfer))
+                    self._withdraw(outgoing)
             step, self._step = self._step, _Step()
             preempted += step.preempted
             return StepPlan(chunks, tuple(preempted), tuple(step.finished), tuple(step.dropped))
+
+    def _withdraw(self, outgoing: _Outgoing) -> None:
+        if outgoing.announced and outgoing.opener is not None and outgoing.problem is None:
+            outgoing.opener.connection.send(Withdraw(outgoing.transfer))
+        outgoing.announced = False
 
     def _chunks(self, output: SchedulerOutput) -> list[Chunk]:
         chunks = []
@@ -266,6 +294,7 @@ class PrefillSide:
         prompt = outgoing.request.num_prompt_tokens
         if anew and outgoing.begun and not outgoing.preempted:
             self._step.preempted.append(outgoing.transfer)
+            self._withdraw(outgoing)
         outgoing.begun = True
         outgoing.preempted = False
         outgoing.prompt_done = computed >= prompt

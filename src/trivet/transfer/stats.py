@@ -35,13 +35,12 @@ class Counts:
             of[1] += 1
 
     def waited_for_slot(self) -> None:
-        """A piece was ready and no slot of the staging was free."""
+        """A piece was the next of its peer and found no slot of the staging free."""
         self._add("waits", "slot", 1)
 
-    def pair(self, peer: str, mover: str) -> None:
+    def pair(self, mover: str) -> None:
         """A peer has been joined."""
         self._add("pairs", mover, 1)
-        del peer
 
     def failed(self, reason: str) -> None:
         """A transfer was not completed."""

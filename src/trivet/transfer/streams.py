@@ -17,3 +17,12 @@ def own_stream(device: torch.device) -> Iterator[None]:
     torch.cuda.set_device(device)
     with torch.cuda.stream(torch.cuda.Stream(device, priority=-1)):  # short kernels, before the engine's long ones
         yield
+
+
+def finish(device: torch.device) -> None:
+    """Waits for all that the thread's stream was given, asleep: a spinning thread would take a core from the engine."""
+    if device.type != "cuda":
+        return
+    done = torch.cuda.Event(blocking=True)
+    done.record()
+    done.synchronize()

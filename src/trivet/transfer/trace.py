@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import threading
 import time
 import zlib
 from pathlib import Path
+
+logger = logging.getLogger("vllm.trivet")
 
 VARIABLE = "TRIVET_KV_TRACE"
 
@@ -24,18 +27,33 @@ class Trace:
         """
         Args:
             engine: names this process in the trace.
+
+        Raises:
+            ValueError: the file cannot be written, in one line.
         """
         self._file: int | None = None
         self._pid = os.getpid()
         self._threads: set[str] = set()
-        if path := os.environ.get(VARIABLE):
-            own = Path(f"{path}.{self._pid}.{time.monotonic_ns()}")
-            own.write_bytes(b"[\n")
+        self._path = os.environ.get(VARIABLE, "")
+        if self._path:
+            try:
+                self._file = self._open(self._path)
+            except OSError as error:
+                raise ValueError(
+                    f"TrivetConnector cannot write {VARIABLE}={self._path}: {error.strerror or error}; "
+                    "name another file, or take the variable away"
+                ) from error
+            self._write({"ph": "M", "name": "process_name", "args": {"name": engine}})
+
+    def _open(self, path: str) -> int:
+        own = Path(f"{path}.{self._pid}.{time.monotonic_ns()}")
+        own.write_bytes(b"[\n")
+        try:
             with contextlib.suppress(FileExistsError):  # whoever is first makes the file, with its bracket
                 os.link(own, path)
+        finally:
             own.unlink()
-            self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
-            self._write({"ph": "M", "name": "process_name", "args": {"name": engine}})
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
 
     def span(self, side: str, transfer: str, what: str, start_ns: int, end_ns: int) -> None:
         """Something that took time."""
@@ -60,7 +78,6 @@ class Trace:
             )
 
     def _write(self, event: dict[str, object]) -> None:
-        assert self._file is not None
         name = threading.current_thread().name
         where = {"pid": self._pid, "tid": zlib.crc32(name.encode()) % 100_000}
         if name not in self._threads:
@@ -69,5 +86,13 @@ class Trace:
         self._append({**where, **event})
 
     def _append(self, event: dict[str, object]) -> None:
-        assert self._file is not None
-        os.write(self._file, json.dumps(event).encode() + b",\n")
+        if (file := self._file) is None:
+            return
+        line = json.dumps(event).encode() + b",\n"
+        try:
+            why = None if os.write(file, line) == len(line) else "the disk is full"
+        except OSError as error:
+            why = error.strerror or str(error)
+        if why is not None:  # must not end a transfer
+            self._file = None
+            logger.error("TrivetConnector: tracing to %s has ended: %s", self._path, why)

@@ -18,15 +18,14 @@ SLOW_BYTES_PER_S = 1e6
 
 
 class SpoilingReceiver(Receiver):
-    def write(self, mover, window, receiving, piece):
+    def write(self, mover, window, receiving, piece, is_void):
         control = Path(os.environ["TRIVET_TEST_SPOIL"])
         order = control.read_text() if control.exists() else ""
         if order == "slow":
             time.sleep(piece.bytes / SLOW_BYTES_PER_S)
-        problem = super().write(mover, Corrupted(window) if order == "corrupt" else window, receiving, piece)
-        if problem is None and receiving.arrivals.is_complete():  # nobody has been told yet
+        super().write(mover, Corrupted(window) if order == "corrupt" else window, receiving, piece, is_void)
+        if receiving.arrivals.is_complete():  # nobody has been told yet
             self._spoil(order, receiving.receive)
-        return problem
 
     def _spoil(self, order, receive):
         for layer in self._pages.layers:

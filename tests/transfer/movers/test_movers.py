@@ -78,6 +78,9 @@ def test_a_piece_is_read_where_it_was_written():
         staging.write(slot, len(piece), lambda memory, piece=piece: memory.copy_(piece))
     for slot, piece in enumerate(parts):
         assert torch.equal(window.read(slot, len(piece)), piece)
+    for slot, size in ((3, 8), (-1, 8), (0, 8200)):
+        with pytest.raises(MoverError, match="of 3 slots of 8192 bytes"):
+            window.read(slot, size)
     window.close()
     staging.close()
 

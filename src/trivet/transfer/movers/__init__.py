@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from trivet.transfer.movers.base import Mover, MoverError, Staging, Window
+from trivet.transfer.movers.base import Mover, MoverError, Staging, Window, told_as
 from trivet.transfer.movers.cuda_p2p import CudaP2P
 from trivet.transfer.movers.pinned import Pinned
 from trivet.transfer.movers.shm import Shm
 
-__all__ = ["MOVERS", "Mover", "MoverError", "Staging", "Window", "movers_for"]
+__all__ = ["MOVERS", "Mover", "MoverError", "Staging", "Window", "movers_for", "told_as"]
 
 MOVERS: Mapping[str, Mover] = {one.name: one for one in (CudaP2P(), Pinned(), Shm())}
 """Every mover by its name, the fastest first."""

@@ -7,7 +7,8 @@ Both sides run in threads of their own and on streams of their own; what they ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,6 +17,16 @@ import torch
 
 class MoverError(Exception):
     """A mover cannot run here, or not between these two; one line that says why."""
+
+
+@contextlib.contextmanager
+def told_as(name: str) -> Iterator[None]:
+    """Inside, what torch and CUDA raise (out of memory, for one) becomes a ``MoverError``: the next may run."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise MoverError(f"{name}: {first}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +117,14 @@ def prove(name: str, read: torch.Tensor) -> None:
     """
     if not torch.equal(read.cpu(), pattern()):
         raise MoverError(f"{name}: what was read is not what prefill wrote")
+
+
+def start_of(slot: int, size: int, slots: int, slot_bytes: int) -> int:
+    """Where a slot begins: a peer's word alone must not decide what memory is read.
+
+    Raises:
+        MoverError: there is no such slot, or it is smaller.
+    """
+    if not (0 <= slot < slots and 0 <= size <= slot_bytes):
+        raise MoverError(f"{size} bytes in slot {slot} of {slots} slots of {slot_bytes} bytes")
+    return slot * slot_bytes

@@ -1,4 +1,4 @@
-"""The few calls of the CUDA runtime that torch does not offer, and waiting without spinning."""
+"""The few calls of the CUDA runtime that torch does not offer."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ class Runtime:
 
     def handle(self, address: int) -> bytes:
         """The IPC handle of an allocation."""
-        return ctypes.string_at(
-            ctypes.addressof(self._call("cudaIpcGetMemHandle", ctypes.c_void_p(address))), IPC_HANDLE_BYTES
-        )
+        own = self._call("cudaIpcGetMemHandle", ctypes.c_void_p(address))
+        return bytes(own)[:IPC_HANDLE_BYTES]  # a copy: an address of it would outlive it
 
     def open(self, handle: bytes) -> int:
         """The address here of another process's allocation."""
@@ -82,13 +81,18 @@ class Runtime:
         try:
             return getattr(self._library, name)(*arguments)
         except RuntimeError as error:
+            self._forget_error()
             raise MoverError(f"{name}: {error}") from error
 
     def _check(self, name: str, result: int) -> None:
         if result:
             message = self._library.cudaGetErrorString(result)
-            self._library.lib.cudaGetLastError()
+            self._forget_error()
             raise MoverError(f"{name}: {message}")
+
+    def _forget_error(self) -> None:
+        """A failed call leaves its error with the thread, and torch would take it for that of its next kernel."""
+        self._library.lib.cudaGetLastError()
 
 
 class DeviceBytes:
@@ -101,10 +105,3 @@ class DeviceBytes:
             "data": (address, False),
             "version": 3,
         }
-
-
-def wait(stream: torch.cuda.Stream) -> None:
-    """Waits for all that a stream has been given, asleep: a spinning thread would take a core from the engine."""
-    done = torch.cuda.Event(blocking=True)
-    done.record(stream)
-    done.synchronize()

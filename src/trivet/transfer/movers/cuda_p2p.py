@@ -7,13 +7,15 @@ Prefill gathers into slots of device memory of its own, which decode maps by its
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from trivet.transfer.movers.base import PROOF_BYTES, MoverError, Offered, pattern, prove
-from trivet.transfer.movers.cuda import DeviceBytes, Runtime, wait
+from trivet.transfer.movers.base import PROOF_BYTES, Offered, pattern, prove, start_of, told_as
+from trivet.transfer.movers.cuda import DeviceBytes, Runtime
+from trivet.transfer.streams import finish
 
 
 class CudaP2P:
@@ -35,15 +37,17 @@ class CudaStaging:
     """See ``Staging``."""
 
     def __init__(self, device: torch.device, slots: int, slot_bytes: int) -> None:
-        self.slots, self.slot_bytes = slots, slot_bytes
+        self.slots, self.slot_bytes, self._device = slots, slot_bytes, device
         self._runtime = Runtime()
         size = slots * slot_bytes + PROOF_BYTES
-        with torch.cuda.device(device):
+        with told_as("cuda_p2p"), torch.cuda.device(device), contextlib.ExitStack() as undo:
             self._address = self._runtime.allocate(size)
+            undo.callback(self._runtime.free, self._address)
             self._handle = self._runtime.handle(self._address)
             self._bytes = torch.as_tensor(DeviceBytes(self._address, size), device=device)
             self._bytes[slots * slot_bytes :].copy_(pattern())
-            wait(torch.cuda.current_stream())
+            finish(device)
+            undo.pop_all()
 
     def offered(self) -> Offered:
         """See ``Staging``."""
@@ -53,7 +57,7 @@ class CudaStaging:
         """See ``Staging``."""
         start = slot * self.slot_bytes
         fill(self._bytes[start : start + size])
-        wait(torch.cuda.current_stream())
+        finish(self._device)
 
     def close(self) -> None:
         """See ``Staging``."""
@@ -64,22 +68,21 @@ class CudaWindow:
     """See ``Window``."""
 
     def __init__(self, device: torch.device, slots: int, slot_bytes: int, handle: bytes) -> None:
-        self._slot_bytes = slot_bytes
+        self._slots, self._slot_bytes = slots, slot_bytes
         self._runtime = Runtime()
-        with torch.cuda.device(device):
+        with told_as("cuda_p2p"), torch.cuda.device(device), contextlib.ExitStack() as undo:
             self._scratch = torch.empty(max(slot_bytes, PROOF_BYTES), dtype=torch.uint8, device=device)
             self._address = self._runtime.open(handle)
-            try:
-                stream = torch.cuda.current_stream()
-                self._runtime.copy(self._scratch.data_ptr(), self._address + slots * slot_bytes, PROOF_BYTES, stream)
-                wait(stream)
-                prove("cuda_p2p", self._scratch[:PROOF_BYTES])
-            except RuntimeError as error:
-                raise MoverError(f"cuda_p2p: {error}") from error
+            undo.callback(self._runtime.shut, self._address)
+            proof = self._address + slots * slot_bytes
+            self._runtime.copy(self._scratch.data_ptr(), proof, PROOF_BYTES, torch.cuda.current_stream())
+            finish(device)
+            prove("cuda_p2p", self._scratch[:PROOF_BYTES])
+            undo.pop_all()
 
     def read(self, slot: int, size: int) -> torch.Tensor:
         """See ``Window``."""
-        source = self._address + slot * self._slot_bytes
+        source = self._address + start_of(slot, size, self._slots, self._slot_bytes)
         self._runtime.copy(self._scratch.data_ptr(), source, size, torch.cuda.current_stream())
         return self._scratch[:size]
 

@@ -6,14 +6,16 @@ speed; prefill writes the next slot while decode reads this one, so both directi
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from trivet.transfer.movers.base import PROOF_BYTES, MoverError, Offered, pattern, prove
-from trivet.transfer.movers.cuda import Runtime, wait
+from trivet.transfer.movers.base import PROOF_BYTES, MoverError, Offered, pattern, prove, start_of, told_as
+from trivet.transfer.movers.cuda import Runtime
 from trivet.transfer.movers.memory import SharedMemory
+from trivet.transfer.streams import finish
 
 
 class Pinned:
@@ -37,26 +39,30 @@ class _PinnedMemory:
     def __init__(self, device: torch.device, size: int, file: int | None) -> None:
         self._runtime = Runtime()
         self.memory = SharedMemory("pinned", size, file)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.memory.close)
             with torch.cuda.device(device):
                 self._runtime.register(self.memory.bytes.data_ptr(), size)
-        except MoverError:
-            self.memory.close()
-            raise
+            undo.pop_all()
 
     def close(self) -> None:
-        self._runtime.unregister(self.memory.bytes.data_ptr())
-        self.memory.close()
+        try:
+            self._runtime.unregister(self.memory.bytes.data_ptr())
+        finally:
+            self.memory.close()
 
 
 class PinnedStaging:
     """See ``Staging``."""
 
     def __init__(self, device: torch.device, slots: int, slot_bytes: int) -> None:
-        self.slots, self.slot_bytes = slots, slot_bytes
-        self._pinned = _PinnedMemory(device, slots * slot_bytes + PROOF_BYTES, None)
-        self._pinned.memory.bytes[slots * slot_bytes :].copy_(pattern())
-        self._scratch = torch.empty(slot_bytes, dtype=torch.uint8, device=device)
+        self.slots, self.slot_bytes, self._device = slots, slot_bytes, device
+        with told_as("pinned"), contextlib.ExitStack() as undo:
+            self._scratch = torch.empty(slot_bytes, dtype=torch.uint8, device=device)
+            self._pinned = _PinnedMemory(device, slots * slot_bytes + PROOF_BYTES, None)
+            undo.callback(self._pinned.close)
+            self._pinned.memory.bytes[slots * slot_bytes :].copy_(pattern())
+            undo.pop_all()
 
     def offered(self) -> Offered:
         """See ``Staging``."""
@@ -67,7 +73,7 @@ class PinnedStaging:
         fill(self._scratch[:size])
         start = slot * self.slot_bytes
         self._pinned.memory.bytes[start : start + size].copy_(self._scratch[:size], non_blocking=True)
-        wait(torch.cuda.current_stream())
+        finish(self._device)
 
     def close(self) -> None:
         """See ``Staging``."""
@@ -78,18 +84,17 @@ class PinnedWindow:
     """See ``Window``."""
 
     def __init__(self, device: torch.device, slots: int, slot_bytes: int, file: int) -> None:
-        self._slot_bytes = slot_bytes
-        self._pinned = _PinnedMemory(device, slots * slot_bytes + PROOF_BYTES, file)
-        self._scratch = torch.empty(slot_bytes, dtype=torch.uint8, device=device)
-        try:
+        self._slots, self._slot_bytes = slots, slot_bytes
+        with told_as("pinned"), contextlib.ExitStack() as undo:
+            self._scratch = torch.empty(slot_bytes, dtype=torch.uint8, device=device)
+            self._pinned = _PinnedMemory(device, slots * slot_bytes + PROOF_BYTES, file)
+            undo.callback(self._pinned.close)
             prove("pinned", self._pinned.memory.bytes[slots * slot_bytes :])
-        except MoverError:
-            self._pinned.close()
-            raise
+            undo.pop_all()
 
     def read(self, slot: int, size: int) -> torch.Tensor:
         """See ``Window``."""
-        start = slot * self._slot_bytes
+        start = start_of(slot, size, self._slots, self._slot_bytes)
         source = self._pinned.memory.bytes[start : start + size]
         return self._scratch[:size].copy_(source, non_blocking=True)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from trivet.transfer.movers.base import PROOF_BYTES, MoverError, Offered, pattern, prove
+from trivet.transfer.movers.base import PROOF_BYTES, MoverError, Offered, pattern, prove, start_of
 from trivet.transfer.movers.memory import SharedMemory
 
 
@@ -54,17 +55,16 @@ class ShmWindow:
     """See ``Window``."""
 
     def __init__(self, slots: int, slot_bytes: int, file: int) -> None:
-        self._slot_bytes = slot_bytes
+        self._slots, self._slot_bytes = slots, slot_bytes
         self._memory = SharedMemory("shm", slots * slot_bytes + PROOF_BYTES, file)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._memory.close)
             prove("shm", self._memory.bytes[slots * slot_bytes :])
-        except MoverError:
-            self._memory.close()
-            raise
+            undo.pop_all()
 
     def read(self, slot: int, size: int) -> torch.Tensor:
         """See ``Window``."""
-        start = slot * self._slot_bytes
+        start = start_of(slot, size, self._slots, self._slot_bytes)
         return self._memory.bytes[start : start + size]
 
     def close(self) -> None:
