@@ -17,6 +17,7 @@ from trivet.topology.ports import PortBook
 pytestmark = pytest.mark.e2e
 
 WINDOW = 64
+BLOCK_TOKENS = 32
 TOPOLOGY = """\
 model: {name: MODEL, served_names: [tiny], max_length: 1024}
 kv: {connector: TrivetConnector, options: {staging_mib: 8, piece_mib: 1, checksums: true}}
@@ -32,7 +33,7 @@ SHAPES = {
 }
 IN_EVERY_RUN = "windows beside full attention"
 LENGTHS = (1, 31, 32, 33, 63, 64, 65, 95, 96, 127, 128, 159, 256, 257, 511, 700, 1000)
-"""Some end where the window of the last token begins with a block: 95, 127, 159, 511."""
+"""Some end where the window of the last token begins with a block: 95, 127, 159, 511. See ``computes_itself``."""
 TOKENS_OUT = 12
 
 
@@ -54,6 +55,7 @@ def shape(request, conftest, tiny_model, tmp_path_factory):
     spoil = folder / "spoil"
     engines = tuple(conftest.spoilable(one, spoil) if one.tier == "decode" else one for one in plan.engines)
     running = conftest.Deployment(dataclasses.replace(plan, engines=engines), folder, spoil)
+    running.windowed = family != "llama"
     try:
         running.start()
         yield running
@@ -86,6 +88,12 @@ def tokens_of(answer: dict) -> list[int]:
     return answer["choices"][0]["token_ids"]
 
 
+def computes_itself(shape, length: int, first_token: bool) -> bool:
+    """Whether decode needs the block before its window: it makes the first token, and vLLM has given that back."""
+    ends_there = length > WINDOW and (length - WINDOW + 1) % BLOCK_TOKENS == 0
+    return shape.windowed and not first_token and ends_there
+
+
 def split(shape, conftest, ids: list[int], *, first_token: bool) -> list[int]:
     """Both legs, asked as the gateway asks them."""
     prefill, decode = shape.engine("prefill"), shape.engine("decode")
@@ -94,7 +102,7 @@ def split(shape, conftest, ids: list[int], *, first_token: bool) -> list[int]:
     with concurrent.futures.ThreadPoolExecutor(2) as legs:
         behind = legs.submit(generated, conftest, decode.url, ids, TOKENS_OUT, of_decode)
         ahead = generated(conftest, prefill.url, ids, 1, of_prefill)
-        assert connector.problem_of(ahead["kv_transfer_params"]) is None
+        assert computes_itself(shape, len(ids), first_token) or not connector.problem_of(ahead["kv_transfer_params"])
         tokens = tokens_of(behind.result())
     return (tokens_of(ahead) + tokens)[:TOKENS_OUT] if first_token else tokens
 
@@ -108,8 +116,8 @@ def test_split_is_equal_to_colocated(shape, conftest, length, first_token):
         generated(conftest, shape.engine("decode").url, ids, TOKENS_OUT)
     )
     counted = shape.metrics("decode").prompt_tokens
-    moved = counted["external_kv_transfer"] - before.get("external_kv_transfer", 0)
-    assert moved >= length - 1
+    moved = counted.get("external_kv_transfer", 0) - before.get("external_kv_transfer", 0)
+    assert moved == 0 if computes_itself(shape, length, first_token) else moved >= length - 1
 
 
 @pytest.mark.parametrize("length", [33, 159, 700])
