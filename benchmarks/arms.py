@@ -105,7 +105,7 @@ def split_topology(
             tier: {"device": device, "engines": [{"name": tier, "port": port, **place}]}
             for tier, port, place in zip(("prefill", "decode"), (ports.prefill, ports.decode), places, strict=True)
         },
-        "gateway": {"port": ports.gateway, "drain_s": 1, "workers": GATEWAY_WORKERS[device]},
+        "gateway": {"port": ports.gateway, "drain_s": 1, "split": "always", "workers": GATEWAY_WORKERS[device]},
     }
 
 

@@ -13,8 +13,10 @@ def generation(**changes) -> GenerationRecord:
 
 def test_a_split_generation_in_plain_values():
     record = generation(
+        intended_split=True,
         split=True,
         reason="a pair is ready",
+        split_reason="pair_ready",
         prefill_engine="prefill-0",
         decode_engine="decode-0",
         prefill_start_s=10.005,
@@ -30,8 +32,10 @@ def test_a_split_generation_in_plain_values():
     )
     assert record.facts(10.0) == {
         "id": "gen-1",
+        "intended_split": True,
         "split": True,
         "reason": "a pair is ready",
+        "split_reason": "pair_ready",
         "prefill_engine": "prefill-0",
         "decode_engine": "decode-0",
         "prompt_tokens": 3,
@@ -146,3 +150,27 @@ def test_taking_the_id_of_another_record_leaves_that_one_nameless():
     assert journal.find("chosen") is second
     journal.open("third", "/")  # the first one is forgotten, and nothing else with it
     assert journal.find("chosen") is second
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (None, None),
+        ({}, None),  # no engine was chosen yet
+        (
+            {"intended_split": True, "split": True, "prefill_engine": "p", "decode_engine": "d"},
+            "split; reason=long_prompt; prefill=p; decode=d",
+        ),
+        (
+            {"intended_split": True, "prefill_engine": "p", "decode_engine": "d"},
+            "colocated; reason=recomputed; prefill=p; decode=d",
+        ),
+        ({"decode_engine": "m"}, "colocated; reason=long_prompt; decode=m"),
+        ({"prefill_engine": "p"}, "colocated; reason=long_prompt; prefill=p"),
+    ],
+)
+def test_how_a_request_is_served_in_a_line(facts, expected):
+    record = RequestRecord("r", "/v1/completions")
+    if facts is not None:
+        record.generations = [generation(**facts, split_reason="long_prompt" if facts else ""), generation()]
+    assert record.served == expected

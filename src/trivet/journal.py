@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 
@@ -33,6 +34,8 @@ class GenerationRecord:
     """What came of that: False also where decode computed the prompt itself, as the KV did not come."""
     reason: str = ""
     """Why it was served split or colocated; a fallback names the fault."""
+    split_reason: str = ""
+    """The same as one of few words (``trivet.routing.policy.Reason``); empty if no engine was asked."""
     prefill_engine: str | None = None
     decode_engine: str | None = None
     prefill_start_s: float | None = None
@@ -62,6 +65,7 @@ class GenerationRecord:
             "intended_split": self.intended_split,
             "split": self.split,
             "reason": self.reason,
+            "split_reason": self.split_reason,
             "prefill_engine": self.prefill_engine,
             "decode_engine": self.decode_engine,
             "prompt_tokens": self.prompt_tokens,
@@ -90,6 +94,8 @@ class RequestRecord:
     status: int | None = None
     colocate: str | None = None
     """Why the whole request must be served colocated, or None."""
+    splits: bool = False
+    """Whether it is split wherever it can be, whatever that costs."""
     deadline_s: float | None = None
     """When the client's time is up, on the clock of ``now_s``; None if it has all time."""
     forwarded: Mapping[str, str] = field(default_factory=dict)
@@ -99,6 +105,22 @@ class RequestRecord:
     decode_rank: str | None = None
     """Which data-parallel rank the decode leg, or the only one, must go to, where the topology lets clients say."""
     generations: list[GenerationRecord] = field(default_factory=list)
+    decided: Callable[[], Awaitable[None]] | None = field(default=None, repr=False)
+    """Called when engines were chosen for one of its generations, before they are asked."""
+
+    @property
+    def served(self) -> str | None:
+        """How its first generation is served, as of now, as the value of a header; None before engines were chosen.
+
+        ``split; reason=long_prompt; prefill=prefill-0; decode=decode-0``
+        """
+        first = next((one for one in self.generations if one.split_reason), None)
+        if first is None:
+            return None
+        reason = "recomputed" if first.intended_split and not first.split else first.split_reason
+        engines = {"prefill": first.prefill_engine, "decode": first.decode_engine}
+        named = "".join(f"; {role}={name}" for role, name in engines.items() if name is not None)
+        return f"{'split' if first.split else 'colocated'}; reason={reason}{named}"
 
     def facts(self) -> dict[str, Any]:
         """The record as plain JSON values."""
@@ -143,6 +165,10 @@ class Journal:
     def find(self, request_id: str) -> RequestRecord | None:
         """The newest record under this id, or None."""
         return self._by_id.get(request_id)
+
+    def newest(self, count: int) -> list[RequestRecord]:
+        """So many of the newest records, the newest first."""
+        return list(islice(reversed(self._order), count))
 
 
 def _ms(start_s: float | None, end_s: float | None) -> float | None:

@@ -75,7 +75,7 @@ def test_the_status_is_a_table(trivet, gateway):
     done = trivet("status", "--url", gateway.url)
     assert (done.status, done.err) == (0, "")
     first, header, *rows, problem = done.out.splitlines()
-    assert first == f"gateway {gateway.url}: 2 generation(s) running in the worker asked"
+    assert first == f"gateway {gateway.url}: 2 generation(s) running"
     assert header.split() == ["tier", "engine", "state", "running", "waiting", "KV", "used", "restarts", "address"]
     assert [row.split() for row in rows] == [
         ["prefill", "prefill-0", "ready", "2", "0", "26%", "0", "http://127.0.0.1:8100"],

@@ -92,7 +92,7 @@ async def test_a_first_token_behind_the_handover_is_decodes(service, ttft_ms):
 async def test_the_prompt_is_asked_colocated_and_split_with_a_salt_of_its_own_each(service):
     await run_demo(service, "Why?", 8, nothing)
     _, *chats = service.asked  # the first is for the handshake
-    assert [headers.get("X-Trivet-Serve") for _, headers in chats] == ["colocated", None]
+    assert [headers.get("X-Trivet-Serve") for _, headers in chats] == ["colocated", "split"]
     (one, other) = (dict(body) for body, _ in chats)
     assert one.pop("cache_salt") != other.pop("cache_salt")
     assert one == other

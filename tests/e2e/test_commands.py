@@ -73,7 +73,7 @@ def assert_split_equals_colocated(url: str, conftest) -> None:
         "return_token_ids": True,
     }
     answers = []
-    for served in ("auto", "colocated"):
+    for served in ("split", "colocated"):
         headers = {"Authorization": "Bearer a-key", "X-Trivet-Serve": served, "X-Request-Id": f"of-{served}"}
         status, text = conftest.post(f"{url}/v1/completions", conftest.salted(body), headers=headers)
         assert status == 200, text
@@ -81,7 +81,7 @@ def assert_split_equals_colocated(url: str, conftest) -> None:
         record = urllib.request.Request(f"{url}/trivet/requests/of-{served}", headers=headers)
         with urllib.request.urlopen(record, timeout=30) as answer:
             (generation,) = json.load(answer)["generations"]
-        assert generation["split"] is (served == "auto"), generation
+        assert generation["split"] is (served == "split"), generation
     assert answers[0] == answers[1]
     assert len(answers[0]["token_ids"]) == 16
 

@@ -71,9 +71,10 @@ async def until(condition, within_s=20.0):
         await asyncio.sleep(0.005)
 
 
-def aborted_after_s(sim, leg, client):
+async def aborted_after_s(sim, leg, client):
     """Seconds from the client's leaving to the engine's end of its leg, the last one."""
     record = [one for one in sim.state().requests if one.leg == leg][-1]
+    await until(lambda: record.ended_s is not None)
     assert record.was_aborted, record.ended
     return record.ended_s - client.left_s
 
@@ -94,7 +95,7 @@ async def test_in_prefill(how, version):
                 await until(lambda: prefill.state().running)
                 await client.leave()
                 await until(lambda: not prefill.state().running)
-                took_s.append(aborted_after_s(prefill, "prefill", client))
+                took_s.append(await aborted_after_s(prefill, "prefill", client))
         assert min(took_s) < ABORT_S
         await built.at_rest()
         assert prefill.state().pool["used"] == 0
@@ -130,7 +131,7 @@ async def test_in_decode(how, version):
                 await until(lambda: any(one.first_token_s for one in decode.scheduler.running))
                 await client.leave()
                 await until(lambda: not decode.state().running)
-                took_s.append(aborted_after_s(decode, "decode", client))
+                took_s.append(await aborted_after_s(decode, "decode", client))
         assert min(took_s) < ABORT_S
         await built.at_rest()
         assert decode.state().pool["used"] == 0
@@ -147,7 +148,7 @@ async def test_while_decode_waits_for_kv(how):
                 await until(lambda: decode.state().fetching)
                 await client.leave()
                 await until(lambda: not decode.state().fetching)
-                took_s.append(aborted_after_s(decode, "decode", client))
+                took_s.append(await aborted_after_s(decode, "decode", client))
                 await until(lambda: not prefill.state().handovers["open"], RELEASE_S)
         assert min(took_s) < ABORT_S
         await built.at_rest()

@@ -1,13 +1,37 @@
+"""Admission of one worker, and the same of one of two that share a line and of which the other stands idle."""
+
 import asyncio
 import contextlib
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trivet.gateway.admission import Admission
+from helpers.boards import board_of
+from trivet.gateway.admission import Admission, SharedAdmission
 from trivet.render.contract import ServingError
+
+admission_of: Callable[[int, int, float], Admission]
+
+
+@pytest.fixture(autouse=True, scope="module", params=["one worker", "several workers"])
+def _kind(request):
+    global admission_of
+    if request.param == "one worker":
+        admission_of = Admission
+        yield
+        return
+    with contextlib.ExitStack() as boards:
+
+        def shared(*limits) -> Admission:
+            boards.close()  # of the one before
+            _, _, board = boards.enter_context(board_of(2, engines=1))
+            return SharedAdmission(*limits, board, ring=lambda _: pytest.fail("nobody else waits"))
+
+        admission_of = shared
+        yield
 
 
 class Guest:
@@ -60,7 +84,7 @@ def counts(admission: Admission) -> tuple[int, int]:
 
 
 async def test_as_many_are_in_as_there_are_places():
-    admission = Admission(2, 5, 10.0)
+    admission = admission_of(2, 5, 10.0)
     assert admission.is_open
     come = await guests(admission, 4)
     assert are_in(come) == [True, True, False, False]
@@ -71,7 +95,7 @@ async def test_as_many_are_in_as_there_are_places():
 
 
 async def test_who_came_first_is_let_in_first():
-    admission = Admission(1, 5, 10.0)
+    admission = admission_of(1, 5, 10.0)
     come = await guests(admission, 4)
     for number in range(3):
         await come[number].leave()
@@ -82,7 +106,7 @@ async def test_who_came_first_is_let_in_first():
 
 async def test_nobody_overtakes_those_who_wait():
     """A place that is free belongs to who has waited, also before they have noticed."""
-    admission = Admission(1, 5, 10.0)
+    admission = admission_of(1, 5, 10.0)
     first, second = await guests(admission, 2)
     first.go.set()
     await first.task
@@ -94,7 +118,7 @@ async def test_nobody_overtakes_those_who_wait():
 
 
 async def test_one_more_than_may_wait_is_refused():
-    admission = Admission(1, 2, 10.0)
+    admission = admission_of(1, 2, 10.0)
     come = await guests(admission, 4)
     assert await come[3].refused() == ("too many requests: 1 are served and 2 wait", 429)
     assert counts(admission) == (1, 2)
@@ -103,14 +127,14 @@ async def test_one_more_than_may_wait_is_refused():
 
 
 async def test_where_nobody_may_wait_everybody_else_is_refused():
-    admission = Admission(1, 0, 10.0)
+    admission = admission_of(1, 0, 10.0)
     first, second = await guests(admission, 2)
     assert (await second.refused())[1] == 429
     await first.leave()
 
 
 async def test_who_waits_too_long_is_refused_and_forgotten():
-    admission = Admission(1, 2, 0.02)
+    admission = admission_of(1, 2, 0.02)
     first, second = await guests(admission, 2)
     assert await second.refused() == ("no place for this request within 0.02 s", 503)
     assert counts(admission) == (1, 0)
@@ -119,7 +143,7 @@ async def test_who_waits_too_long_is_refused_and_forgotten():
 
 
 async def test_who_gives_up_waiting_is_forgotten():
-    admission = Admission(1, 2, 10.0)
+    admission = admission_of(1, 2, 10.0)
     first, second, third = await guests(admission, 3)
     await second.give_up()
     assert counts(admission) == (1, 1)
@@ -131,7 +155,7 @@ async def test_who_gives_up_waiting_is_forgotten():
 
 
 async def test_who_gives_up_at_the_moment_of_being_let_in_leaves_the_place_to_the_next():
-    admission = Admission(1, 2, 10.0)
+    admission = admission_of(1, 2, 10.0)
     async with admission.turn():
         second, third = await guests(admission, 2)
     assert not second.is_in.is_set()
@@ -144,7 +168,7 @@ async def test_who_gives_up_at_the_moment_of_being_let_in_leaves_the_place_to_th
 
 
 async def test_a_request_that_fails_gives_its_place_back():
-    admission = Admission(1, 2, 10.0)
+    admission = admission_of(1, 2, 10.0)
     with pytest.raises(ValueError, match="mine"):
         async with admission.turn():
             raise ValueError("mine")
@@ -161,7 +185,7 @@ def test_whoever_comes_and_goes(places, queue, steps):
     """Never more in than there are places, first come first served, and all counts back to zero."""
 
     async def play() -> None:
-        admission = Admission(places, queue, 10.0)
+        admission = admission_of(places, queue, 10.0)
         come: list[Guest] = []
         for what, which in steps:
             present = [one for one in come if not one.task.done()]
@@ -194,7 +218,7 @@ def test_whoever_comes_and_goes(places, queue, steps):
 
 async def test_a_crowd_with_real_time_leaves_nothing_behind():
     dice, most = random.Random(5), 0
-    admission = Admission(5, 20, 0.01)
+    admission = admission_of(5, 20, 0.01)
 
     async def guest() -> None:
         nonlocal most
@@ -206,4 +230,19 @@ async def test_a_crowd_with_real_time_leaves_nothing_behind():
     for _ in range(10):
         await asyncio.gather(*(guest() for _ in range(50)))
     assert most == 5
+    assert counts(admission) == (0, 0)
+
+
+async def test_a_place_can_be_taken_without_waiting():
+    admission = admission_of(1, 1, 10.0)
+    assert admission.take()
+    assert not admission.take()
+    (waiting,) = await guests(admission, 1)
+    admission.leave()
+    assert not admission.take(), "it is for who waits"
+    await settle()
+    assert are_in([waiting]) == [True]
+    await waiting.leave()
+    assert admission.take()
+    admission.leave()
     assert counts(admission) == (0, 0)

@@ -379,6 +379,7 @@ async def test_what_is_refused_here_has_an_id_too():
         ("auto", None),
         ("colocated", "the request asks for it"),
         ("Colocated", "the request asks for it"),
+        ("split", None),
     ],
 )
 async def test_a_request_says_whether_it_may_be_split(wish, colocate):
@@ -386,15 +387,16 @@ async def test_a_request_says_whether_it_may_be_split(wish, colocate):
         headers = {"x_trivet_serve": wish} if wish else {}
         assert (await one.post(**headers)).status_code == 200
         assert one.frontend.records[-1].colocate == colocate
+        assert one.frontend.records[-1].splits is (wish == "split")
 
 
-@pytest.mark.parametrize("wish", ["split", "", "colocated, auto"])
+@pytest.mark.parametrize("wish", ["both", "", "colocated, auto"])
 async def test_another_wish_is_an_error(wish):
     async with gateway(view()) as one:
         response = await one.post(x_trivet_serve=wish)
         assert response.status_code == 400
         assert response.json()["error"] == {
-            "message": "X-Trivet-Serve is 'auto' or 'colocated'",
+            "message": "X-Trivet-Serve is 'auto', 'colocated' or 'split'",
             "type": "Bad Request",
             "param": None,
             "code": 400,
@@ -487,7 +489,7 @@ async def test_a_request_that_is_not_known_is_not_found(path):
     async with gateway(view()) as one:
         response = await one.get(path)
         assert response.status_code == 404
-        assert response.json()["error"]["message"] == "no such request among the newest ones of this worker"
+        assert response.json()["error"]["message"] == "no such request among the newest ones"
 
 
 async def test_a_place_inside_that_does_not_exist_is_not_found():
@@ -1137,3 +1139,98 @@ async def test_what_could_end_anothers_request_is_not_for_clients(path):
         response = await one.client.post(path, json={"request_ids": ["chatcmpl-another"]})
         assert (response.status_code, response.json()) == (404, {"detail": "Not Found"})
         assert one.frontend.scopes == []
+
+
+# X-Trivet-Served
+
+
+async def heads_and_bodies(one: Gateway, serve: Callable) -> list[str]:
+    """What a client of one streaming request is sent, and when engines were chosen."""
+    seen: list[str] = []
+
+    async def frontend(scope, receive, send) -> None:
+        record = current_request.get()
+        await serve(send, record, seen)
+
+    async def send(message) -> None:
+        if message["type"] == "http.response.start":
+            await asyncio.sleep(0.01)  # a client that reads slowly
+            served = dict(message["headers"]).get(b"x-trivet-served", b"nothing").decode()
+            seen.append(f"head: {served}")
+        else:
+            seen.append(f"body: {message['body'].decode()}")
+
+    async def receive() -> Any:
+        if not asked:
+            asked.append(True)
+            return {"type": "http.request", "body": b"{}", "more_body": False}
+        return await asyncio.Event().wait()
+
+    asked: list[bool] = []
+    one.frontend.serve = frontend
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b""}
+    await one.app(scope, receive, send)
+    return seen
+
+
+def starts(content_type: bytes = b"text/event-stream; charset=utf-8") -> dict:
+    return {"type": "http.response.start", "status": 200, "headers": [(b"content-type", content_type)]}
+
+
+def says(text: bytes, *, more: bool = False) -> dict:
+    return {"type": "http.response.body", "body": text, "more_body": more}
+
+
+def decided_record() -> GenerationRecord:
+    return GenerationRecord(
+        "g", 3, 0.0, intended_split=True, split=True, split_reason="long_prompt", prefill_engine="p", decode_engine="d"
+    )
+
+
+async def test_a_streams_head_waits_until_engines_are_chosen_and_no_longer():
+    async def serve(send, record, seen) -> None:
+        await send(starts())
+        seen.append("front end goes on")
+        record.generations.append(decided_record())
+        await asyncio.gather(record.decided(), record.decided(), send(says(b"one", more=True)))
+        await send(says(b"two"))
+
+    async with gateway(view()) as one:
+        assert await heads_and_bodies(one, serve) == [
+            "front end goes on",
+            "head: split; reason=long_prompt; prefill=p; decode=d",
+            "body: one",
+            "body: two",
+        ]
+
+
+async def test_a_stream_that_asks_no_engine_begins_with_its_body():
+    async def serve(send, record, seen) -> None:
+        await send(starts())
+        await send(says(b"an error"))
+
+    async with gateway(view()) as one:
+        assert await heads_and_bodies(one, serve) == ["head: nothing", "body: an error"]
+        assert await one.count(f'trivet_requests_total{{path="{CHAT}",status="200"}}') == 1
+
+
+@pytest.mark.parametrize("tells", [True, False])
+async def test_an_answer_in_one_piece_has_it_in_its_head(tells):
+    async def serve(send, record, seen) -> None:
+        record.generations.append(decided_record())
+        await send(starts(b"application/json"))
+        await send(says(b"{}"))
+
+    async with gateway(view(), rules=Rules(tells_served=tells)) as one:
+        said = "split; reason=long_prompt; prefill=p; decode=d" if tells else "nothing"
+        assert await heads_and_bodies(one, serve) == [f"head: {said}", "body: {}"]
+
+
+async def test_a_stream_is_not_held_where_nothing_is_told():
+    async def serve(send, record, seen) -> None:
+        await send(starts())
+        seen.append("front end goes on")
+        await send(says(b"one"))
+
+    async with gateway(view(), rules=Rules(tells_served=False)) as one:
+        assert await heads_and_bodies(one, serve) == ["head: nothing", "front end goes on", "body: one"]

@@ -6,6 +6,7 @@ import pytest
 
 from trivet.gateway.metrics import GatewayMetrics, Gauges
 from trivet.journal import GenerationRecord, RequestRecord
+from trivet.routing.board import Board
 from trivet.routing.engines import Engines, EngineView
 
 
@@ -63,6 +64,18 @@ def test_what_was_to_be_split_and_was_not_is_counted(intended, split, counted):
     assert found["trivet_recomputed_generations_total"] == counted
     served = "split" if split else "colocated"
     assert found[f'trivet_generations_total{{outcome="stop",served="{served}"}}'] == 1
+
+
+@pytest.mark.parametrize(("intended", "decision"), [(True, "split"), (False, "colocated")])
+@pytest.mark.parametrize("split", [True, False])
+def test_decisions_are_counted_with_their_reasons(intended, decision, split):
+    """What was decided, whatever came of it."""
+    metrics = GatewayMetrics()
+    for reason in ("long_prompt", "retry", "retry", ""):  # the last was given to no engine
+        metrics.ended(record(intended_split=intended, split=split, split_reason=reason), OWNER)
+    found = {name: value for name, value in samples(metrics).items() if name.startswith("trivet_split_decisions")}
+    label = f'trivet_split_decisions_total{{decision="{decision}",reason='
+    assert found == {f'{label}"long_prompt"}}': 1, f'{label}"retry"}}': 2}
 
 
 def test_a_split_generation_is_counted_whole():
@@ -191,49 +204,68 @@ import sys
 from prometheus_client import Counter
 from trivet.gateway.metrics import GatewayMetrics, Gauges
 from trivet.journal import GenerationRecord
+from trivet.routing.board import Board, Count
 from trivet.routing.engines import Engines, EngineView
 
-ready, running, generations = (int(one) for one in sys.argv[1:])
+board, worker, running, generations = (int(one) for one in sys.argv[1:])
 Counter("vllm_something", "what vLLM counts in the same process").inc()
-metrics, engines = GatewayMetrics(), Engines()
-view = EngineView("decode-0", "decode", "http://127.0.0.1:1", bool(ready))
+metrics, engines = GatewayMetrics(), Engines(board=Board.open(board, worker))
+view = EngineView("decode-0", "decode", "http://127.0.0.1:1", True, slot=3)
 engines.update([view])
 for _ in range(generations):
     metrics.ended(GenerationRecord("gen", 10, 0.0, finish_reason="stop"), None)
 with engines.charge(view, 100):
-    gauges = Gauges(running, running, 2, 1, 3)
-    metrics.sample(engines, gauges)
-    print("sampled", flush=True)
+    engines.board.write(Count.GENERATIONS, running)
+    print("counted", flush=True)
     if sys.stdin.readline():
-        sys.stdout.buffer.write(metrics.text(engines, gauges))
+        gauges = Gauges(engines.board.total(Count.GENERATIONS), 1, 2, 3, 4)
+        sys.stdout.write(metrics.text(engines, gauges).decode() + "# EOF\\n")
+        sys.stdout.flush()
+    sys.stdin.readline()
 """
+
+
+def told_by(worker: subprocess.Popen) -> dict[str, float]:
+    """What a worker exposes."""
+    worker.stdin.write("tell\n")
+    worker.stdin.flush()
+    return parse("".join(iter(worker.stdout.readline, "# EOF\n")))
 
 
 def test_one_worker_tells_the_sum_of_all(tmp_path):
     env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    board = Board.create(2, 8)
     workers = [
         subprocess.Popen(
-            [sys.executable, "-c", WORKER, *arguments],
+            [sys.executable, "-c", WORKER, str(board.descriptor), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=env,
+            pass_fds=[board.descriptor],
         )
-        for arguments in (("1", "2", "1"), ("1", "3", "4"))
+        for arguments in (("0", "2", "1"), ("1", "3", "4"))
     ]
     try:
-        assert [one.stdout.readline() for one in workers] == ["sampled\n", "sampled\n"]
-        told, _ = workers[0].communicate("tell\n", timeout=30)
+        assert [one.stdout.readline() for one in workers] == ["counted\n", "counted\n"]
+        found = told_by(workers[0])
+        workers[0].kill()
+        workers[0].wait(30)
+        board.clear(0)
+        left = told_by(workers[1])
     finally:
         for one in workers:
+            one.kill()
             one.communicate(timeout=30)
-    found = parse(told)
+        board.close()
     served = 'outcome="stop",served="colocated"'
     assert found[f"trivet_generations_total{{{served}}}"] == 5.0
     assert found['trivet_tokens_total{kind="prompt"}'] == 50.0
     assert found["trivet_generations_running"] == 5.0
-    assert (found["trivet_requests_running"], found["trivet_requests_waiting"]) == (5.0, 4.0)
-    assert (found["trivet_kv_releases_pending"], found["trivet_kv_releases_unconfirmed"]) == (2.0, 6.0)
     assert found['trivet_outstanding_tokens{engine="decode-0",tier="decode"}'] == 200.0
     assert found['trivet_engine_ready{engine="decode-0",tier="decode"}'] == 1.0
     assert [name for name in found if not name.startswith("trivet_")] == []
+    # of the one that was killed remains what it counted, and nothing that it had under way
+    assert left[f"trivet_generations_total{{{served}}}"] == 5.0
+    assert left["trivet_generations_running"] == 3.0
+    assert left['trivet_outstanding_tokens{engine="decode-0",tier="decode"}'] == 100.0

@@ -22,6 +22,7 @@ from trivet.connectors import NixlConnector
 from trivet.errors import EngineFailedError, PortInUseError, TrivetError
 from trivet.gateway import service as service_module
 from trivet.gateway.service import Event, Service, _bind, _Worker, last_url, new_run_dir, state_dir
+from trivet.routing.board import Board, Count
 from trivet.topology import EnginePlan, Plan, parse_topology
 
 WAIT_S = 10.0
@@ -543,6 +544,55 @@ async def test_what_a_dead_worker_had_under_way_is_not_counted_any_more(tmp_path
         os.kill(dead, signal.SIGKILL)
         await holds(lambda: events[-1].detail == "again")
         assert (counts.exists(), kept.exists()) == (False, True)
+
+
+async def test_what_workers_share_is_given_to_each(tmp_path, program):
+    async with ForeignEngine() as engine, serving(tmp_path, engine, workers=2) as (service, _):
+        shared = [start["config"]["shared"] for start in program.noted("starts")]
+        assert [one.pop("worker") for one in shared] == [0, 1]
+        assert shared[0] == shared[1]
+        assert shared[0]["folder"] == str(tmp_path / "run")
+        assert shared[0]["board_fd"] == service._shared.board.descriptor
+        assert len(set(shared[0]["bell_fds"])) == 2
+        for start in program.noted("starts"):
+            for descriptor in (shared[0]["board_fd"], *shared[0]["bell_fds"]):
+                assert Path(f"/proc/{start['pid']}/fd/{descriptor}").exists()
+
+
+async def test_engines_have_slots_in_the_news(tmp_path, program):
+    async with ForeignEngine() as engine, serving(tmp_path, engine) as _:
+        await holds(lambda: program.noted("lines")[-1]["engines"][0]["ready"])
+        assert {line["engines"][0]["slot"] for line in program.noted("lines")} == {0}
+
+
+async def test_the_row_of_a_worker_that_died_is_clear_before_it_is_started_anew(tmp_path, program, monkeypatch):
+    monkeypatch.setattr(service_module, "_BACKOFF_S", 0.3)
+    async with ForeignEngine() as engine, serving(tmp_path, engine, workers=2) as (service, events):
+        board = service._shared.board
+        for number in (0, 1):
+            row = Board.open(os.dup(board.descriptor), number)
+            row.charge(0, 100, 1)
+            row.write(Count.RUNNING, 3)
+            row.close()
+        os.kill(program.pids[1], signal.SIGKILL)
+        await holds(lambda: events[-1].state == "failed")
+        assert len(program.pids) == 2
+        assert (board.outstanding_tokens(0), board.running_legs(0), board.each(Count.RUNNING)) == (100, 1, [3, 0])
+        bell = service._shared.config(0).bell_fds[0]
+        assert os.eventfd_read(bell) == 1, "places may have come back"
+        await holds(lambda: events[-1].detail == "again")
+        assert board.outstanding_tokens(0) == 100
+
+
+async def test_what_workers_share_is_gone_when_the_service_is(tmp_path, program):
+    async with ForeignEngine() as engine:
+        async with serving(tmp_path, engine, workers=2) as (service, _):
+            (tmp_path / "run" / "gateway-1.sock").touch()  # as a killed worker leaves it
+            config = service._shared.config(0)
+        for descriptor in (config.board_fd, *config.bell_fds):
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.fstat(descriptor)
+        assert list((tmp_path / "run").glob("*.sock")) == []
 
 
 async def test_an_engine_that_cannot_start_ends_the_workers_too(tmp_path, program):

@@ -17,8 +17,9 @@ import pytest
 
 from helpers.engines import DONE, FakeEngine, chunk, hanging, json_answer, listening, speaking, streaming, usage, whole
 from helpers.processes import left_of
+from trivet.gateway.shared import SharedConfig
 from trivet.gateway.worker import WorkerConfig, report
-from trivet.topology.model import Limits
+from trivet.topology.model import Limits, Split
 
 WAIT_S = 10.0
 
@@ -32,6 +33,9 @@ CONFIG = WorkerConfig(
     plane="text",
     limits=Limits(running=3, queue_s=0.5, silence_s=None),
     allow=("request_id",),
+    split=Split(min_uncached_tokens=9),
+    tell_served=False,
+    shared=SharedConfig(1, 7, (8, 9), "/run/ü"),
 )
 
 
@@ -146,7 +150,7 @@ async def worker_of(folder: Path, *flags: str, drain_s: float = 1.0, **more: Any
             cwd=folder,
         )
         os.close(writer)
-        values = {"connector": None, "api_keys": ()} | more
+        values = {"connector": None, "api_keys": (), "split": Split(mode="always")} | more
         config = WorkerConfig(listener.fileno(), writer, flags=("tiny", *flags), drain_s=drain_s, **values)
         process.stdin.write(config.dump() + b"\n" + b'{"engines": []}\n')
         try:

@@ -15,7 +15,7 @@ import uvicorn
 
 from helpers.processes import WAIT_S
 from trivet.connectors import CONNECTORS
-from trivet.gateway.admission import Admission
+from trivet.gateway.admission import Admission, SharedAdmission
 from trivet.gateway.app import GENERATING, GatewayApp, Rules
 from trivet.gateway.metrics import GatewayMetrics
 from trivet.gateway.text import TextApp
@@ -38,7 +38,8 @@ class Stack:
         self, sims: Sequence[SimEngine], session: aiohttp.ClientSession, connector: str, **settings: Any
     ) -> None:
         self.sims = list(sims)
-        self.engines = Engines()
+        board, ring = settings.pop("board", None), settings.pop("ring", lambda _: None)
+        self.engines = Engines(board=board)
         self.records: list[GenerationRecord] = []
         self.metrics = GatewayMetrics()
         self.legs = Legs(
@@ -47,8 +48,10 @@ class Stack:
             CONNECTORS[connector],
             self._ended,
             settings.pop("patience", Patience()),
+            knowledge=settings.pop("knowledge", None),
         )
-        self.admission = Admission(**{"running": 1024, "queued": 1024, "queue_s": 30.0} | settings)
+        limits = {"running": 1024, "queued": 1024, "queue_s": 30.0} | settings
+        self.admission = Admission(**limits) if board is None else SharedAdmission(**limits, board=board, ring=ring)
         self.refresh()
 
     def _ended(self, record: GenerationRecord, owner: Any) -> None:
@@ -57,7 +60,7 @@ class Stack:
 
     def refresh(self) -> None:
         """Tells the gateway which engines are up, as the fleet would."""
-        self.engines.update(sim.view() for sim in self.sims)
+        self.engines.update(dataclasses.replace(sim.view(), slot=slot) for slot, sim in enumerate(self.sims))
 
     def sim(self, name: str) -> SimEngine:
         return next(one for one in self.sims if one.name == name)
@@ -109,7 +112,7 @@ async def stack(
 
     Args:
         own: settings of single engines, by name.
-        more: ``patience``, and what ``Admission`` takes.
+        more: ``patience``, ``knowledge``, and what ``Admission`` takes.
     """
     async with contextlib.AsyncExitStack() as opened:
         sims = []

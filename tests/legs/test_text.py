@@ -543,3 +543,123 @@ async def test_a_refusal_keeps_the_engines_whole_json(engine, leg):
     engine.replies = [json_answer(said, 400)]
     _, error = await fault_of(ask_of(), leg())
     assert json.loads(error.content) == said
+
+
+# events that are known without being parsed
+
+TOKEN_EVENTS = [
+    b'data: {"id":"c-1","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":"@"},'
+    b'"logprobs":null,"finish_reason":null}]}\n\n',
+    b'data: {"choices":[{"index":0,"text":"@","logprobs":null,"finish_reason":null,"stop_reason":null}],"usage":null}\n\n',
+    b'data: {"choices": [{"delta": {"reasoning": "@", "content": null}, "finish_reason": null}]}\n\n',
+    b'data: {"choices":[{"delta":{"tool_calls":[{"function":{"arguments":"@"}}]}}],"error":null}\n\n',
+]
+SPLINTERS = st.sampled_from(
+    [
+        *('"', "\\", '\\"', "\\\\", "\\n", "\\u0041", "\\ud800", "\\u", "\\x", "\n", "\n\n", "\r", "\t", "\0", "\x7f", "@"),
+        *('"finish_reason":"stop"', '"finish_reason":null', '"usage":{"prompt_tokens":1}', '"error":{"code":400}'),
+        *('"}', '"}]}', '"},"finish_reason":"error"', '","content":"', 'content":"', '"text": "', "data: [DONE]", "{", "é"),
+        *('"}}],"usage":{"prompt_tokens":3,"completion_tokens":2}}\n\n', 'data: {"error":1}\n\n', "\U0001f600", "\u2028"),
+    ]
+)
+SAID = st.lists(SPLINTERS | st.text(max_size=4), max_size=5).map(lambda parts: "".join(parts).encode(errors="replace"))
+RAW = SAID | st.binary(max_size=8)
+
+
+def parsed(event: bytes, tokens: text._TokenEvents | None = None) -> TextPiece | str:
+    try:
+        return text._event("e", event, None, None, None, tokens)
+    except LegError as error:
+        return f"{error} {error.status}"
+
+
+@given(st.sampled_from(TOKEN_EVENTS), st.lists(RAW, min_size=1, max_size=4))
+def test_what_is_known_is_what_parsing_would_find(form, said):
+    tokens = text._TokenEvents()
+    parsed(form.replace(b"@", b"a"), tokens)
+    for one in said:
+        event = form.replace(b"@", one)
+        if tokens.know(event):
+            assert parsed(event) == TextPiece(event, tokens=1)
+        parsed(event, tokens)  # which may learn from it, whatever it is
+
+
+@given(st.sampled_from(TOKEN_EVENTS), RAW, RAW, st.integers(0, 10**6), st.integers(0, 10**6), RAW)
+def test_nor_can_anything_else_be_taken_for_it(form, first, second, at, cut, splinter):
+    tokens = text._TokenEvents()
+    parsed(form.replace(b"@", first), tokens)
+    event = form.replace(b"@", second)
+    at %= len(event) + 1
+    event = event[:at] + splinter + event[at + cut % 8 :]
+    if tokens.know(event):
+        assert parsed(event) == TextPiece(event, tokens=1)
+
+
+EVENTS = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 3) | st.text('":{}a\\', max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["choices", "usage", "error", "finish_reason", "delta", "content", "text", "my text"]),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(EVENTS, EVENTS, st.sampled_from(["content", "text"]), st.booleans(), RAW)
+def test_whatever_it_was_learned_from(around, within, name, first, said):
+    choice = {**(within if isinstance(within, dict) else {"finish_reason": within}), name: "@"}
+    event = {**(around if isinstance(around, dict) else {"usage": around}), "choices": [choice]}
+    if first:  # the string is where it is of interest
+        event = {"error": within, "usage": {name: "@"}, **event}
+    raw = b"data: " + json.dumps(event).encode() + b"\n\n"
+    tokens = text._TokenEvents()
+    parsed(raw, tokens)
+    for other in (raw.replace(b"@", said), raw.replace(b"@", said, 1)):
+        if tokens.know(other):
+            assert parsed(other) == TextPiece(other, tokens=1)
+
+
+@pytest.mark.parametrize("form", TOKEN_EVENTS)
+@pytest.mark.parametrize("said", [b"", b" the", "é\U0001f600".encode(), b'\\n\\"x\\"', b"data: [DONE]", b"\x7f{}"])
+def test_tokens_are_known_by_the_one_before(form, said):
+    tokens = text._TokenEvents()
+    assert not tokens.know(form)
+    parsed(form, tokens)
+    assert tokens.know(form.replace(b"@", said))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"usage": USAGE},
+        {"error": {"code": 400}},
+        {"choices": []},
+        {"choices": [{"text": "a", "finish_reason": "stop"}]},
+        {"choices": [{"text": "a"}, {"text": "b", "finish_reason": "length"}]},
+    ],
+)
+def test_nothing_is_learned_from_events_with_more_in_them(more):
+    event, tokens = sse(delta("a", **more)), text._TokenEvents()
+    parsed(event, tokens)
+    assert not tokens.know(event)
+
+
+async def test_tokens_that_come_together_go_on_together(engine, leg):
+    stream = [delta(one) for one in ("", "a", "b", "c")]
+    end = [sse(delta("d", "length")), sse({"choices": [], "usage": USAGE}), DONE]
+    engine.replies = [streaming(b"".join([*map(sse, stream), *end]))]
+    pieces = await decoded(ask_of(), leg())
+    assert [one.body for one in pieces] == [sse(stream[0]), b"".join(map(sse, stream[1:])), *end]
+    assert [one.tokens for one in pieces] == [1, 3, 1, 0, 0]
+    assert [one.head is None for one in pieces] == [False, *[True] * 4]
+
+
+async def test_tokens_before_a_fault_are_given_out(engine, leg):
+    engine.replies = [streaming(b"".join([FIRST, sse(delta("b")), sse(delta("c")), b"data: {oops\n\n"]))]
+    seen, error = await fault_of(ask_of(), leg())
+    assert seen == [FIRST, sse(delta("b")) + sse(delta("c"))]
+    assert error.problem == "sent an event that is not JSON"

@@ -254,3 +254,14 @@ def told(reply):
         return status, found[0]["error"]["message"]
     choices = [choice for one in found for choice in one["choices"]]
     return status, [token for one in choices for token in one["token_ids"]], choices[-1]["finish_reason"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_says_how_it_was_made(service, stream):
+    async with service("prefill", "decode", "mixed") as one:
+        for headers, expected in (
+            ({}, "split; reason=pair_ready; prefill=prefill-0; decode=decode-0"),
+            ({"X-Trivet-Serve": "colocated"}, "colocated; reason=requested; decode=mixed-0"),
+        ):
+            status, answered, text = await one.post("/v1/completions", PROMPT | {"stream": stream}, **headers)
+            assert (status, answered["x-trivet-served"]) == (200, expected), text

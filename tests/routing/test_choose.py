@@ -1,9 +1,14 @@
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from trivet.routing.choose import Route, choose
+from trivet.routing.choose import Knowledge, Route, choose
 from trivet.routing.engines import Engines, EngineView
+from trivet.routing.policy import Policy, Reason
+from trivet.routing.prefixes import Chain, Prefix, PrefixTable
 
 
 def view(name: str, *, ready: bool = True) -> EngineView:
@@ -159,3 +164,197 @@ def test_load_counts_more_than_turns():
     engines.update(view(name) for name in ("decode-0", "decode-1"))
     with engines.charge(view("decode-1"), 1):
         assert chosen(engines, 2, colocate="x") == [(None, "decode-0"), (None, "decode-0")]
+
+
+# caches
+
+
+def prompt_of(tokens: int, name: str = "a") -> Prefix:
+    """Prompts of one name begin alike."""
+    chain = Chain(name)
+    chain.extend(range(tokens))
+    return chain.prefix(tokens)
+
+
+class Fleet:
+    """Engines that keep prefix caches, and what is known of them."""
+
+    def __init__(self, *names: str, policy: Policy | None = None) -> None:
+        self.engines = Engines()
+        self.engines.update(replace(view(name), cached_block_tokens=16) for name in names)
+        self.knowledge = Knowledge(policy or Policy("always"), PrefixTable(bytearray(2**16)))
+        self.load = ExitStack()
+
+    def view(self, name: str) -> EngineView:
+        return next(one for one in self.engines.all() if one.name == name)
+
+    def give(self, **tokens: int) -> None:
+        """Legs that do not end, by engine, with an underline for the dash."""
+        for name, count in tokens.items():
+            self.load.enter_context(self.engines.charge(self.view(name.replace("_", "-")), count))
+
+    def learn(self, name: str, prompt: Prefix) -> None:
+        self.knowledge.prefixes.learn(prompt, self.view(name))
+
+    def choose(self, prompt: Prefix | None, **more) -> Route | None:
+        return choose(self.engines, **{"colocate": None, "prompt": prompt, "knowledge": self.knowledge} | more)
+
+    def pair(self, prompt: Prefix | None, **more) -> tuple[str | None, str]:
+        route = self.choose(prompt, **more)
+        return (route.prefill.name if route.prefill else None, route.decode.name)
+
+
+def test_a_prompt_goes_to_the_prefill_engine_that_has_its_beginning():
+    fleet = Fleet(*FOUR)
+    fleet.learn("prefill-1", prompt_of(1000))
+    route = fleet.choose(prompt_of(1200))
+    assert (route.prefill.name, route.cached.tokens) == ("prefill-1", 960)
+    assert fleet.pair(prompt_of(1200, "b"))[0] == "prefill-0"
+
+
+@pytest.mark.parametrize(("queue", "expected"), [(0, "prefill-1"), (959, "prefill-1"), (961, "prefill-0")])
+def test_a_cache_is_given_up_for_a_queue_that_is_longer_than_what_it_saves(queue, expected):
+    fleet = Fleet(*FOUR)
+    fleet.learn("prefill-1", prompt_of(1000))
+    fleet.give(prefill_1=queue)
+    assert fleet.pair(prompt_of(1200))[0] == expected
+
+
+def test_engines_that_have_it_alike_are_chosen_in_turn():
+    fleet = Fleet("prefill-0", "prefill-1", "prefill-2", "decode-0")
+    for name in ("prefill-1", "prefill-2"):
+        fleet.learn(name, prompt_of(1000))
+    seen = []
+    for _ in range(4):
+        route = fleet.choose(prompt_of(1000))
+        fleet.engines.take_turn(route.prefill)
+        seen.append(route.prefill.name)
+    assert seen == ["prefill-1", "prefill-2"] * 2
+
+
+@pytest.mark.parametrize(("queue", "expected"), [(0, "decode-1"), (119, "decode-1"), (121, "decode-0")])
+def test_a_decode_engine_that_has_it_is_a_little_better(queue, expected):
+    """960 tokens that need not be moved, an eighth each."""
+    fleet = Fleet(*FOUR)
+    fleet.learn("decode-1", prompt_of(1000))
+    fleet.give(decode_1=queue)
+    assert fleet.pair(prompt_of(1200))[1] == expected
+
+
+def test_who_serves_colocated_is_chosen_by_its_cache_as_well():
+    fleet = Fleet("mixed-0", "mixed-1")
+    fleet.learn("mixed-1", prompt_of(1000))
+    assert fleet.pair(prompt_of(1000), colocate="x") == (None, "mixed-1")
+    fleet.give(mixed_1=1000)
+    assert fleet.pair(prompt_of(1000), colocate="x") == (None, "mixed-0")
+
+
+def test_without_a_prompt_nothing_is_known_and_a_pair_is_used():
+    fleet = Fleet(*FOUR, policy=Policy("never"))
+    fleet.learn("prefill-1", prompt_of(1000))
+    assert fleet.pair(None) == ("prefill-0", "decode-0")
+
+
+def test_no_engine_is_starved():
+    """One prompt only, all of it cached on one engine: the others get what would wait longer than it saves."""
+    fleet = Fleet("prefill-0", "prefill-1", "prefill-2", "decode-0")
+    prompt, given = prompt_of(1001), {}
+    fleet.learn("prefill-0", prompt)
+    for _ in range(200):
+        route = fleet.choose(prompt)
+        name = route.prefill.name
+        given[name] = given.get(name, 0) + 1
+        fleet.give(**{name.replace("-", "_"): 1001 - route.cached.tokens})
+    assert len(given) == 3
+    loads = [fleet.engines.outstanding_tokens(name) for name in given]
+    assert max(loads) - min(loads) <= 1001
+
+
+NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1", "mixed-0", "mixed-1")
+SOME = st.sets(st.sampled_from(NAMES))
+
+
+@given(
+    down=SOME,
+    avoid=SOME,
+    load=st.dictionaries(st.sampled_from(NAMES), st.integers(1, 10**6)),
+    cached=st.dictionaries(st.sampled_from(NAMES), st.integers(1, 3000)),
+    tokens=st.integers(1, 3000),
+    handover_s=st.none() | st.floats(0, 10),
+    mode=st.sampled_from(["auto", "always", "never"]),
+    colocate=st.none() | st.just("it says so"),
+    serves_whole=st.booleans(),
+)
+def test_a_route_is_of_engines_that_can_serve_and_nothing_is_refused_that_could_be_served(
+    down, avoid, load, cached, tokens, handover_s, mode, colocate, serves_whole
+):
+    fleet = Fleet(*NAMES, policy=Policy(mode))
+    fleet.engines.decode_serves_whole = serves_whole
+    fleet.engines.update(replace(one, ready=one.name not in down) for one in fleet.engines.all())
+    fleet.give(**{name.replace("-", "_"): count for name, count in load.items()})
+    for name, count in cached.items():
+        fleet.learn(name, prompt_of(count))
+    if handover_s is not None:
+        fleet.engines.board.note_handover(fleet.view("prefill-0"), fleet.view("decode-0"), handover_s)
+    prompt = prompt_of(tokens)
+    route = fleet.choose(prompt, colocate=colocate, avoid=frozenset(avoid))
+    usable = {name for name in NAMES if name not in down | avoid}
+    tiers = {name.partition("-")[0] for name in usable}
+    alone = "mixed" in tiers or (serves_whole and "decode" in tiers)
+    pair = {"prefill", "decode"} <= tiers and colocate is None
+    assert (route is not None) == (alone or pair)
+    if route is None:
+        return
+    assert route.decode.name in usable
+    assert 0 <= route.cached.tokens < tokens
+    assert (colocate is None) != (route.label is Reason.UNSPLITTABLE)
+    if route.prefill is not None:
+        assert pair
+        assert route.prefill.name in usable
+        assert (route.prefill.tier, route.decode.tier) == ("prefill", "decode")
+        assert mode != "never" or not alone
+    else:
+        assert route.decode.tier == ("mixed" if "mixed" in tiers else "decode")
+        assert not (mode == "always" and pair)
+
+    def work(name: str) -> int:
+        had = fleet.knowledge.prefixes.cached_tokens(prompt, fleet.view(name))
+        return fleet.engines.outstanding_tokens(name) + tokens - had
+
+    computes = route.prefill or route.decode
+    assert work(computes.name) == min(work(name) for name in usable if name.startswith(computes.tier))
+
+
+@pytest.mark.parametrize(
+    ("names", "tokens", "expected"),
+    [
+        ((*PAIR, "mixed-0"), 100, (None, "mixed-0", "short_prompt")),
+        (PAIR, 100, (None, "decode-0", "short_prompt")),
+        ((*PAIR, "mixed-0"), 1000, ("prefill-0", "decode-0", "long_prompt")),
+        (("mixed-0",), 1000, (None, "mixed-0", "no_pair")),
+        (("prefill-0", "mixed-0"), 1000, (None, "mixed-0", "no_pair")),
+    ],
+)
+def test_under_auto_short_prompts_are_served_colocated(names, tokens, expected):
+    route = Fleet(*names, policy=Policy("auto")).choose(prompt_of(tokens))
+    assert (route.prefill.name if route.prefill else None, route.decode.name, route.label) == expected
+
+
+def test_under_auto_a_prompt_that_decode_has_is_served_there():
+    fleet = Fleet(*FOUR, policy=Policy("auto"))
+    fleet.learn("decode-1", prompt_of(1000))
+    route = fleet.choose(prompt_of(1200))
+    assert (route.prefill, route.decode.name, route.label) == (None, "decode-1", "prefix_cached")
+    assert route.reason == "240 tokens are not cached; fewer than 256 are not split"
+
+
+def test_where_nobody_serves_colocated_short_prompts_are_split():
+    fleet = Fleet(*PAIR, policy=Policy("auto"))
+    fleet.engines.decode_serves_whole = False
+    assert fleet.choose(prompt_of(10)).label == "pair_ready"
+
+
+def test_a_slow_pair_is_not_used():
+    fleet = Fleet(*PAIR, policy=Policy("auto"))
+    fleet.engines.board.note_handover(fleet.view("prefill-0"), fleet.view("decode-0"), 2.5)
+    assert fleet.choose(prompt_of(1000)).label == "slow_handover"

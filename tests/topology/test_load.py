@@ -33,6 +33,24 @@ REFUSALS = [
         "tiers:\n  mixed:\n    engines:\n    - {name: a}\n    - {name: b,\n       name: c}\n",
         "trivet.yaml:6: 'name' is given twice -> YAML would keep the last",
     ),
+    # split or not
+    (
+        SPLIT + "gateway:\n  port: 1\n  split: sometimes\n",
+        "trivet.yaml:6: gateway.split: 'sometimes' is no way to split; write auto, always or never, or a mapping such "
+        "as {min_uncached_tokens: 256, max_handover_s: 1.0}",
+    ),
+    (
+        SPLIT + "gateway:\n  split: {mode: sometimes}\n",
+        "trivet.yaml:5: gateway.split.mode: input should be 'auto', 'always' or 'never' (got 'sometimes')",
+    ),
+    (
+        SPLIT + "gateway:\n  split:\n    mode: always\n    max_handover_s: 2\n",
+        "trivet.yaml:5: gateway.split: with mode always, max_handover_s means nothing: leave it out, or set mode: auto",
+    ),
+    (
+        SPLIT + "gateway:\n  split:\n    min_uncached_tokens: 0\n",
+        "trivet.yaml:6: gateway.split.min_uncached_tokens: input should be greater than or equal to 1 (got 0)",
+    ),
     # fields that do not exist
     (SPLIT + "gatway: {}\n", "trivet.yaml:4: gatway: no such field (there are: env, flags, gateway, kv, model, tiers)"),
     (

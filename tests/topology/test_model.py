@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from trivet.topology import Engine, Gateway, Kv, Model, Tier, Tiers, Topology
-from trivet.topology.model import OWN_FLAGS, flag_list, flag_names, flag_value
+from trivet.topology.model import OWN_FLAGS, Split, flag_list, flag_names, flag_value
 
 WORD = st.from_regex(r"[a-z][a-z0-9]{0,7}", fullmatch=True)
 NAME = st.lists(WORD, min_size=1, max_size=3)
@@ -226,10 +226,36 @@ def test_a_tier_with_nothing_behind_it_exists():
 
 def test_defaults_have_their_reasons():
     """Each field with a default that a person may wonder about says why it is so."""
-    for model in (Model, Kv, Gateway):
+    for model in (Model, Kv, Gateway, Split):
         unexplained = [name for name, field in model.model_fields.items() if not field.description]
         assert unexplained == []
 
 
 def test_where_nothing_is_said_kv_moves_while_prefill_computes():
     assert Kv().connector == "TrivetConnector"
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ({}, ("auto", 256, 1.0)),
+        ({"split": None}, ("auto", 256, 1.0)),
+        ({"split": "always"}, ("always", 256, 1.0)),
+        ({"split": "never"}, ("never", 256, 1.0)),
+        ({"split": {"min_uncached_tokens": 64}}, ("auto", 64, 1.0)),
+        ({"split": {"mode": "auto", "max_handover_s": 0.25}}, ("auto", 256, 0.25)),
+        ({"split": {"mode": "never"}}, ("never", 256, 1.0)),
+    ],
+)
+def test_when_requests_are_split(written, expected):
+    split = Gateway(**written).split
+    assert (split.mode, split.min_uncached_tokens, split.max_handover_s) == expected
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"min_uncached_tokens": 1.5}, {"min_uncached_tokens": True}, {"max_handover_s": 0}, {"max_handover_s": "inf"}],
+)
+def test_thresholds_out_of_range_are_refused(wrong):
+    with pytest.raises(ValidationError):
+        Split(**wrong)

@@ -873,3 +873,16 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(TopologyError) as caught:
         resolve_model(str(tmp_path))
     assert str(caught.value) == f"model.name: {tmp_path} has no config.json -> give a Hugging Face model's folder"
+
+
+@pytest.mark.parametrize(("count", "is_refused"), [(256, False), (257, True)])
+def test_more_engines_than_a_gateway_can_count_are_refused(count, is_refused):
+    tiers = f"{{prefill: {{device: sim}}, decode: {{device: sim, replicas: {count - 1}}}}}"
+    text = f"tiers: {tiers}\ngateway: {{plane: text}}\n"
+    if not is_refused:
+        assert len(plan_of(text, cpu()).engines) == count
+        return
+    assert refusal(text, cpu()) == (
+        "the topology has 257 engines; one gateway serves at most 256 -> make it two services, each with a topology of "
+        "its own"
+    )

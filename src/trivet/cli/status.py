@@ -46,7 +46,7 @@ def status(
             str(engine["restarts"]),
             engine["url"],
         )
-    out.print(f"gateway {gateway}: {facts['generations_running']} generation(s) running in the worker asked")
+    out.print(f"gateway {gateway}: {facts['generations_running']} generation(s) running")
     out.print(table)
     for engine in facts["engines"]:
         if engine.get("problem"):

@@ -180,9 +180,7 @@ async def _ask(
         "return_token_ids": True,
         "cache_salt": uuid.uuid4().hex,
     }
-    headers = {"X-Request-Id": request_id}
-    if colocated:
-        headers["X-Trivet-Serve"] = "colocated"
+    headers = {"X-Request-Id": request_id, "X-Trivet-Serve": "colocated" if colocated else "split"}
     if service.api_keys:
         headers["Authorization"] = f"Bearer {service.api_keys[0]}"
     text = ""

@@ -12,16 +12,19 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import parse_qs
 
 import orjson
 
 from trivet.fleet import probe
 from trivet.gateway.admission import Admission
 from trivet.gateway.metrics import GatewayMetrics, Gauges
+from trivet.gateway.siblings import Records, listed
 from trivet.journal import Journal, RequestRecord, current_request, now_s
 from trivet.legs.ending import end
 from trivet.legs.life import Legs
 from trivet.render.contract import ServingError
+from trivet.routing.board import Count
 from trivet.routing.choose import choose
 from trivet.routing.engines import Engines
 from trivet.surface.http import (
@@ -44,6 +47,9 @@ from trivet.surface.steering import RANK_HEADER, refusal_of
 _SECONDS = re.compile(r"\d{1,9}(\.\d{1,9})?", re.ASCII)
 CLIENT_LEFT = 499
 """What is counted for a client that left before it had an answer; nginx's number for it."""
+_LISTED = 100
+"""Requests that ``/trivet/requests`` shows unless told otherwise."""
+SERVED_HEADER = b"x-trivet-served"
 RETRY_AFTER_S = b"1"
 """An engine that ended is started again, and a queue moves on, within seconds."""
 
@@ -82,14 +88,17 @@ class Rules:
     deadline_s: float | None = None
     allow: Collection[str] = ()
     """See ``surface.steering``."""
+    tells_served: bool = True
+    """Whether answers say in ``X-Trivet-Served`` how they were made, and by which engines."""
 
 
 class GatewayApp:
     """Routes a request to Trivet's endpoints or to vLLM's application.
 
-    ``/health`` says that the worker lives, ``/ready`` that something can serve, ``/metrics`` what it counted,
-    ``/trivet/status`` what the fleet looks like and ``/trivet/requests/ID`` how a recent request went. A request with
-    the header ``X-Trivet-Serve: colocated`` is not split.
+    ``/health`` says that the worker lives, ``/ready`` that something can serve. For all workers of the gateway,
+    ``/metrics`` says what they counted, ``/trivet/status`` what the fleet looks like, ``/trivet/requests`` which
+    requests are the newest and ``/trivet/requests/ID`` how one went. A request with the header
+    ``X-Trivet-Serve: colocated`` is not split, one with ``split`` is wherever it can be.
     """
 
     def __init__(
@@ -104,6 +113,8 @@ class GatewayApp:
         rules: Rules | None = None,
         admission: Admission | None = None,
         guards_itself: bool = True,
+        journal: Journal | None = None,
+        records: Records | None = None,
     ) -> None:
         """
         Args:
@@ -111,6 +122,8 @@ class GatewayApp:
             fleet: the fleet's state, for ``/trivet/status``.
             api_keys: clients must send one of them, if there are any.
             guards_itself: ``frontend`` asks for the keys on its API by itself.
+            journal: where this worker's requests are noted.
+            records: what ``/trivet/requests`` answers from; only this worker's journal unless given.
         """
         self._frontend = frontend
         self._engines = engines
@@ -121,7 +134,8 @@ class GatewayApp:
         self._rules = rules or Rules()
         self._admission = admission or Admission(1024, 1024, 30.0)
         self._guarded = _GUARDED_BY_VLLM if guards_itself else ()
-        self._journal = Journal()
+        self._journal = journal or Journal()
+        self._records = records or Records(self._journal)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one ASGI connection."""
@@ -164,10 +178,14 @@ class GatewayApp:
         await answer_error(send, 413, f"the body is larger than {limit_mib} MiB (gateway.limits.body_mib)")
 
     def gauges(self) -> Gauges:
-        """What is under way now."""
-        releases = self._legs.releases
+        """What is under way now, in all workers."""
+        total = self._engines.board.total
         return Gauges(
-            self._legs.running, self._admission.running, self._admission.waiting, releases.pending, releases.unconfirmed
+            total(Count.GENERATIONS),
+            self._admission.running,
+            self._admission.waiting,
+            total(Count.RELEASES_PENDING),
+            total(Count.RELEASES_UNCONFIRMED),
         )
 
     async def _own(self, scope: Scope, path: str, send: Send) -> bool:
@@ -192,14 +210,25 @@ class GatewayApp:
             await answer_error(send, 401, "an API key is needed: Authorization: Bearer KEY")
         elif path == "/trivet/status":
             await answer_json(send, 200, await self._status())
+        elif path == "/trivet/requests":
+            await self._list_requests(scope, send)
         elif path.startswith("/trivet/requests/"):
-            record = self._journal.find(path.removeprefix("/trivet/requests/"))
-            if record is None:
-                await answer_error(send, 404, "no such request among the newest ones of this worker")
+            told, silent = await self._records.find(path.removeprefix("/trivet/requests/"))
+            if told is not None:
+                await answer_json(send, 200, told.facts)
             else:
-                await answer_json(send, 200, record.facts())
+                unasked = f"; worker {', '.join(map(str, silent))} did not answer" if silent else ""
+                await answer_error(send, 404, f"no such request among the newest ones{unasked}")
         else:
             await answer_error(send, 404, f"no such endpoint: {path}")
+
+    async def _list_requests(self, scope: Scope, send: Send) -> None:
+        said = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("limit", [str(_LISTED)])[-1]
+        if not re.fullmatch(r"\d{1,6}", said, re.ASCII):
+            await answer_error(send, 400, "limit is a number of requests, such as 100")
+            return
+        told, silent = await self._records.newest(int(said))
+        await answer_json(send, 200, {"requests": [listed(one) for one in told], "workers_silent": silent})
 
     async def _status(self) -> dict[str, Any]:
         """The fleet as this worker knows it, each engine with the load that it reports now."""
@@ -216,14 +245,29 @@ class GatewayApp:
             if load is not None:
                 facts["load"] = {"running": load.running, "waiting": load.waiting, "kv_usage": load.kv_usage}
             engines.append(facts)
-        return {**status, "engines": engines, "generations_running": self._legs.running}
+        facts = {**status, "engines": engines, "generations_running": self.gauges().generations}
+        return facts if self._engines.board.workers == 1 else {**facts, "workers": self._workers()}
+
+    def _workers(self) -> list[dict[str, Any]]:
+        board = self._engines.board
+        running, waiting = board.each(Count.RUNNING), board.each(Count.WAITING)
+        return [
+            {
+                "worker": worker,
+                "alive": board.is_alive(worker),
+                "requests_running": running[worker],
+                "requests_waiting": waiting[worker],
+            }
+            for worker in range(board.workers)
+        ]
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         said = header(scope, b"x-request-id")
         request_id = said or uuid.uuid4().hex
         record = self._journal.open(request_id, scope["path"])
         inbox = Inbox(receive)
-        answered = _Answered(send, record, self._count, inbox)
+        answered = _Answered(send, record, self._count, inbox, tells_served=self._rules.tells_served)
+        record.decided = answered.begin
         try:
             body = await inbox.body(self._rules.body_bytes)
             if body is None:
@@ -258,6 +302,7 @@ class GatewayApp:
                 self._count(record, 500)  # which the server answers then
             raise
         finally:
+            record.decided = None  # the journal keeps the record, and is not to keep the connection
             if record.status is None:
                 self._count(record, CLIENT_LEFT)
             await inbox.close()
@@ -272,9 +317,10 @@ class GatewayApp:
         if (refusal := refusal_of(body, names, self._rules.allow)) is not None:
             raise ServingError(refusal, status=400)
         if (wish := header(scope, b"x-trivet-serve")) is not None:
-            if wish.lower() not in ("colocated", "auto"):
-                raise ServingError("X-Trivet-Serve is 'auto' or 'colocated'", status=400)
+            if wish.lower() not in ("auto", "colocated", "split"):
+                raise ServingError("X-Trivet-Serve is 'auto', 'colocated' or 'split'", status=400)
             record.colocate = "the request asks for it" if wish.lower() == "colocated" else None
+            record.splits = wish.lower() == "split"
         seconds = self._rules.deadline_s
         if (said := header(scope, b"x-trivet-deadline-s")) is not None:
             own = float(said) if _SECONDS.fullmatch(said) else 0.0
@@ -294,8 +340,8 @@ class GatewayApp:
             ServingError: there is no turn for it, or none before its deadline.
         """
         async with contextlib.AsyncExitStack() as stack:
-            if self._admission.is_open:
-                await stack.enter_async_context(self._admission.turn())
+            if self._admission.take():
+                stack.callback(self._admission.leave)
                 yield True
                 return
             waiting = asyncio.ensure_future(stack.enter_async_context(self._admission.turn()))
@@ -353,8 +399,18 @@ class _Answered:
     """``send`` for a request's answer: adds what the gateway tells in headers, and counts."""
 
     def __init__(
-        self, send: Send, record: RequestRecord, count: Callable[[RequestRecord, int], None], inbox: Inbox
+        self,
+        send: Send,
+        record: RequestRecord,
+        count: Callable[[RequestRecord, int], None],
+        inbox: Inbox,
+        *,
+        tells_served: bool,
     ) -> None:
+        self._tells_served = tells_served
+        self._head: Message | None = None
+        """The head of a stream that waits for its generation's engines to be chosen."""
+        self._beginning = asyncio.Lock()
         self._send = send
         self._inbox = inbox
         self._record = record
@@ -376,9 +432,29 @@ class _Answered:
                 name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers
             )
             message = {**message, "headers": headers}
-        elif self._corrects and b'"prompt_tokens_details"' in message.get("body", b""):
+            if self._tells_served and self._corrects and self._record.served is None:
+                # vLLM's front end begins a stream before it generates; engines are chosen within the millisecond
+                self._head = message
+                return
+            message = self._with_served(message)
+        elif self._head is not None:
+            await self.begin()
+        if self._corrects and b'"prompt_tokens_details"' in message.get("body", b""):
             message = {**message, "body": _with_cached_tokens(message["body"], self._record)}
         await self._send(message)
+
+    async def begin(self) -> None:
+        """Sends a head that has waited, with what is known by now."""
+        async with self._beginning:
+            if self._head is not None:
+                await self._send(self._with_served(self._head))
+                self._head = None
+
+    def _with_served(self, head: Message) -> Message:
+        served = self._record.served if self._tells_served else None
+        if served is None:
+            return head
+        return {**head, "headers": [*head["headers"], (SERVED_HEADER, header_value(served))]}
 
 
 def _with_cached_tokens(event: bytes, record: RequestRecord) -> bytes:

@@ -1,4 +1,4 @@
-"""What a gateway worker counts, in Prometheus form. Times in seconds."""
+"""What a gateway's workers count, in Prometheus form. Times in seconds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
@@ -17,16 +18,50 @@ _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 
 
 class _OfAllWorkers(Collector):
-    """Trivet's metrics out of the files that all workers write, which hold vLLM's as well."""
+    """Trivet's counters out of the files that all workers write, which hold vLLM's metrics as well."""
 
     def collect(self) -> Iterable[Metric]:
         files = MultiProcessCollector(CollectorRegistry())  # type: ignore[no-untyped-call]
         return [family for family in files.collect() if family.name.startswith("trivet_")]  # type: ignore[no-untyped-call]
 
 
+class _Now(Collector):
+    """What is under way: read from the board, so that a worker that died leaves no load behind."""
+
+    def __init__(self, engines: Engines, gauges: Gauges) -> None:
+        self._engines = engines
+        self._gauges = gauges
+
+    def collect(self) -> Iterable[Metric]:
+        for name, text, value in (
+            ("trivet_generations_running", "Generations under way", self._gauges.generations),
+            ("trivet_requests_running", "Requests that are served", self._gauges.requests_running),
+            ("trivet_requests_waiting", "Requests that wait for a turn", self._gauges.requests_waiting),
+            (
+                "trivet_kv_releases_pending",
+                "Hand-overs nobody took that are being released",
+                self._gauges.releases_pending,
+            ),
+            (
+                "trivet_kv_releases_unconfirmed",
+                "Hand-overs whose release no engine confirmed: free already, or held until the lease ends",
+                self._gauges.releases_unconfirmed,
+            ),
+        ):
+            yield GaugeMetricFamily(name, text, value)
+        labels = ["engine", "tier"]
+        ready = GaugeMetricFamily("trivet_engine_ready", "1 if the engine can serve", labels=labels)
+        outstanding = GaugeMetricFamily("trivet_outstanding_tokens", "Tokens of running legs", labels=labels)
+        for view in self._engines.all():
+            ready.add_metric([view.name, view.tier], view.ready)
+            outstanding.add_metric([view.name, view.tier], self._engines.outstanding_tokens(view.name))
+        yield ready
+        yield outstanding
+
+
 @dataclass(frozen=True, slots=True)
 class Gauges:
-    """What is under way in a worker now."""
+    """What is under way now, in all workers."""
 
     generations: int
     requests_running: int
@@ -61,14 +96,11 @@ class GatewayMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
-        self.running = Gauge(
-            "trivet_generations_running", "Generations under way", registry=registry, multiprocess_mode="livesum"
-        )
-        self.requests_running = Gauge(
-            "trivet_requests_running", "Requests that are served", registry=registry, multiprocess_mode="livesum"
-        )
-        self.requests_waiting = Gauge(
-            "trivet_requests_waiting", "Requests that wait for a turn", registry=registry, multiprocess_mode="livesum"
+        self.decisions = Counter(
+            "trivet_split_decisions",
+            "Generations by whether they were to be split, and why",
+            ["decision", "reason"],
+            registry=registry,
         )
         self.attempts = Counter(
             "trivet_attempts", "Times that generations were given to engines, with retries", registry=registry
@@ -81,42 +113,19 @@ class GatewayMetrics:
             "Generations that were to be split and whose prompt decode computed itself",
             registry=registry,
         )
-        self.unconfirmed = Gauge(
-            "trivet_kv_releases_unconfirmed",
-            "Hand-overs whose release no engine confirmed: free already, or held until the lease ends",
-            registry=registry,
-            multiprocess_mode="livesum",
-        )
-        self.releases = Gauge(
-            "trivet_kv_releases_pending",
-            "Hand-overs nobody took that are being released",
-            registry=registry,
-            multiprocess_mode="livesum",
-        )
-        self.ready = Gauge(
-            "trivet_engine_ready",
-            "1 if the engine can serve",
-            ["engine", "tier"],
-            registry=registry,
-            multiprocess_mode="livemax",
-        )
-        self.outstanding = Gauge(
-            "trivet_outstanding_tokens",
-            "Tokens of running legs",
-            ["engine", "tier"],
-            registry=registry,
-            multiprocess_mode="livesum",
-        )
 
     def ended(self, record: GenerationRecord, owner: RequestRecord | None) -> None:
         """Counts a generation that ended."""
         served = "split" if record.split else "colocated"
         self.generations.labels(served, "error" if record.error else record.finish_reason or "none").inc()
         self.recomputed.inc(record.intended_split and not record.split)
+        if record.split_reason:
+            self.decisions.labels("split" if record.intended_split else "colocated", record.split_reason).inc()
         self.attempts.inc(record.attempts)
         self.resumes.inc(record.resumes)
         self.tokens.labels("prompt").inc(record.prompt_tokens)
         self.tokens.labels("completion").inc(record.completion_tokens)
+        self.tokens.labels("cached").inc(record.cached_tokens or 0)
         if owner is not None:
             self.render.observe(max(0.0, record.rendered_s - owner.arrived_s))
             if record.first_token_s is not None:
@@ -128,22 +137,9 @@ class GatewayMetrics:
                     max(0.0, record.decode_first_s - record.prefill_end_s)
                 )
 
-    def sample(self, engines: Engines, gauges: Gauges) -> None:
-        """Reads the gauges."""
-        self.running.set(gauges.generations)
-        self.requests_running.set(gauges.requests_running)
-        self.requests_waiting.set(gauges.requests_waiting)
-        self.releases.set(gauges.releases_pending)
-        self.unconfirmed.set(gauges.releases_unconfirmed)
-        for view in engines.all():
-            self.ready.labels(view.name, view.tier).set(view.ready)
-            self.outstanding.labels(view.name, view.tier).set(engines.outstanding_tokens(view.name))
-
     def text(self, engines: Engines, gauges: Gauges) -> bytes:
-        """The exposition text, with gauges read now; of all workers where there are several."""
-        self.sample(engines, gauges)
-        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
-            summed = CollectorRegistry()
-            summed.register(_OfAllWorkers())
-            return generate_latest(summed)
-        return generate_latest(self.registry)
+        """The exposition text; its counters are of all workers where there are several."""
+        shown = CollectorRegistry()
+        shown.register(_OfAllWorkers() if "PROMETHEUS_MULTIPROC_DIR" in os.environ else self.registry)
+        shown.register(_Now(engines, gauges))
+        return generate_latest(shown)

@@ -22,12 +22,17 @@ from prometheus_client.multiprocess import mark_process_dead
 from trivet.errors import EngineFailedError, PortInUseError, TrivetError
 from trivet.fleet.process import tail
 from trivet.fleet.supervisor import EngineStatus, Fleet
+from trivet.gateway.shared import Shared
 from trivet.gateway.worker import WorkerConfig
+from trivet.routing.prefixes import REGION, TABLE_BYTES
+from trivet.routing.slots import Slots
 from trivet.topology.model import flag_names
-from trivet.topology.plan import Plan
+from trivet.topology.plan import MOST_ENGINES, Plan
 
 _BACKOFF_S = 1.0
 _KEPT_RUNS = 10
+_REGIONS: Mapping[str, int] = {REGION: TABLE_BYTES}
+"""Memory that workers share besides what they count: names, and sizes in bytes. See ``Board.region``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +102,9 @@ class Service:
         self._socket = _bind(plan.topology.gateway.host, plan.topology.gateway.port)
         self._address: tuple[str, int] = self._socket.getsockname()[:2]
         self._workers: list[_Worker] = []
+        # twice as many slots as engines: those that left keep theirs until their last leg has ended
+        self._shared = Shared(plan.topology.gateway.workers, 2 * MOST_ENGINES, run_dir, _REGIONS)
+        self._slots = Slots(self._shared.board)
 
     @property
     def fleet(self) -> Fleet:
@@ -152,7 +160,16 @@ class Service:
             metrics_dir.mkdir(exist_ok=True)
         for number in range(topology.gateway.workers):
             self._workers.append(
-                _Worker(number, self.plan, self._socket, self.gateway_log, metrics_dir, self._state_line, self._observe)
+                _Worker(
+                    number,
+                    self.plan,
+                    self._socket,
+                    self.gateway_log,
+                    metrics_dir,
+                    self._state_line,
+                    self._observe,
+                    self._shared,
+                )
             )
         # the first one alone: the operating system's file cache then has what the others import
         for worker in self._workers:
@@ -163,6 +180,7 @@ class Service:
         self._socket.close()  # or the system would go on taking connections that nobody will accept
         await asyncio.gather(*(worker.stop() for worker in self._workers))
         await self._fleet.stop()
+        self._shared.close()
 
     def _engine_changed(self, status: EngineStatus) -> None:
         detail = status.problem or ""
@@ -172,7 +190,9 @@ class Service:
         self._publish()
 
     def _state_line(self) -> bytes:
-        return orjson.dumps({"engines": [status.facts() for status in self._fleet.engines.values()]}) + b"\n"
+        slots = self._slots.assign(self._fleet.engines)
+        engines = [{**status.facts(), "slot": slots[name]} for name, status in self._fleet.engines.items()]
+        return orjson.dumps({"engines": engines}) + b"\n"
 
     def _publish(self) -> None:
         line = self._state_line()
@@ -192,7 +212,10 @@ class _Worker:
         metrics_dir: Path | None,
         state_line: Callable[[], bytes],
         observe: Observer,
+        shared: Shared | None = None,
     ) -> None:
+        self._number = number
+        self._shared = shared
         self._name = f"gateway-{number}"
         self._plan = plan
         self._listener = listener
@@ -244,6 +267,8 @@ class _Worker:
         while True:
             assert self._process is not None
             status = await self._process.wait()
+            if self._shared is not None:
+                self._shared.died(self._number)
             if self._metrics_dir is not None:
                 mark_process_dead(self._process.pid, str(self._metrics_dir))  # type: ignore[no-untyped-call]
             self._observe(Event(self._name, "failed", f"ended with status {status}; its log is {self._log}"))
@@ -273,7 +298,7 @@ class _Worker:
                     stdin=asyncio.subprocess.PIPE,
                     stdout=output,
                     stderr=asyncio.subprocess.STDOUT,
-                    pass_fds=(self._listener.fileno(), report_out),
+                    pass_fds=(self._listener.fileno(), report_out, *(self._shared.descriptors if self._shared else ())),
                     env=env,
                     start_new_session=True,
                 )
@@ -293,6 +318,9 @@ class _Worker:
             limits=gateway.limits,
             obstacle=_obstacle(self._plan),
             allow=tuple(gateway.allow),
+            split=gateway.split,
+            tell_served=gateway.tell_served,
+            shared=self._shared.config(self._number) if self._shared else None,
         )
         assert process.stdin is not None
         process.stdin.write(config.dump() + b"\n" + self._state_line())

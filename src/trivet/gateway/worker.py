@@ -16,7 +16,8 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -25,18 +26,25 @@ import uvloop
 
 from trivet.connectors import CONNECTORS
 from trivet.errors import TrivetError
-from trivet.gateway.admission import Admission
+from trivet.gateway.admission import Admission, SharedAdmission
 from trivet.gateway.app import GENERATING, GatewayApp, Rules
 from trivet.gateway.metrics import GatewayMetrics
+from trivet.gateway.shared import Bells, SharedConfig
+from trivet.gateway.siblings import Records
 from trivet.gateway.text import TextApp
+from trivet.journal import Journal
+from trivet.legs.ending import end
 from trivet.legs.life import Legs
 from trivet.legs.watch import Patience
 from trivet.legs.wire import open_session
+from trivet.routing.board import BEAT_S, Board
+from trivet.routing.choose import Knowledge
 from trivet.routing.engines import Engines, EngineView
+from trivet.routing.policy import Policy
+from trivet.routing.prefixes import REGION, PrefixTable
 from trivet.surface.http import ASGIApp
-from trivet.topology.model import Limits
+from trivet.topology.model import Limits, Split
 
-_SAMPLE_S = 1.0
 _LINE_LIMIT_BYTES = 16 * 2**20
 
 
@@ -59,19 +67,31 @@ class WorkerConfig:
     """Why no answer may be continued on another engine, or None."""
     allow: tuple[str, ...] = ()
     """See ``surface.steering``."""
+    split: Split = field(default_factory=Split)
+    tell_served: bool = True
+    shared: SharedConfig | None = None
+    """What it shares with its siblings; None where it has none and counts by itself."""
 
     def dump(self) -> bytes:
         """As one line of JSON."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
-        return orjson.dumps(values | {"limits": self.limits.model_dump()})
+        shared = None if self.shared is None else asdict(self.shared)
+        return orjson.dumps(values | {"limits": self.limits.model_dump(), "split": self._split(), "shared": shared})
+
+    def _split(self) -> dict[str, Any]:
+        """Only what is set: with other modes than auto, thresholds mean nothing."""
+        return {**self.split.model_dump(exclude_unset=True), "mode": self.split.mode}
 
     @classmethod
     def parse(cls, line: bytes) -> WorkerConfig:
         """From ``dump``'s line."""
         value = orjson.loads(line)
         value["limits"] = Limits(**value["limits"])
+        value["split"] = Split(**value["split"])
         for name in ("flags", "api_keys", "allow"):
             value[name] = tuple(value[name])
+        if (shared := value.get("shared")) is not None:
+            value["shared"] = SharedConfig(**{**shared, "bell_fds": tuple(shared["bell_fds"])})
         return cls(**value)
 
 
@@ -90,15 +110,69 @@ async def _open_plane(config: WorkerConfig, engines: Engines, legs: Legs) -> Asy
         yield frontend.app
 
 
+@contextlib.asynccontextmanager
+async def _beating(config: WorkerConfig, board: Board) -> AsyncIterator[Admission]:
+    """Admission to what all workers serve, and this worker's heart while the block runs."""
+    limits, shared = config.limits, config.shared
+    if shared is None or board.workers == 1:
+        yield Admission(limits.running, limits.queued, limits.queue_s)
+        return
+    bells = Bells(shared.bell_fds)
+    admission = SharedAdmission(limits.running, limits.queued, limits.queue_s, board, bells.ring)
+    board.beat()
+
+    async def beat() -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            board.beat()
+            admission.look()  # a sibling that hangs is passed over from some moment on, of which nobody tells
+
+    beating = asyncio.create_task(beat())
+    try:
+        with bells.answered(shared.worker, admission.look):
+            yield admission
+    finally:
+        await end(beating)
+
+
+def _knowledge(config: WorkerConfig, board: Board) -> Knowledge:
+    """What engines are chosen by: the topology's policy, and what all workers know of prefix caches."""
+    split = config.split
+    prefixes = PrefixTable(board.region(REGION) if config.shared is not None else None)
+    return Knowledge(Policy(split.mode, split.min_uncached_tokens, split.max_handover_s), prefixes)
+
+
+def _records(config: WorkerConfig, journal: Journal, board: Board) -> Records:
+    if config.shared is None:
+        return Records(journal)
+    return Records(journal, config.shared.worker, board.workers, Path(config.shared.folder))
+
+
 async def _serve(config: WorkerConfig, news: asyncio.StreamReader) -> None:
     connector = CONNECTORS[config.connector] if config.connector else None
-    engines = Engines(decode_serves_whole=connector is None or connector.decode_serves_whole)
-    metrics = GatewayMetrics()
+    engines = Engines(
+        decode_serves_whole=connector is None or connector.decode_serves_whole,
+        board=Board.open(config.shared.board_fd, config.shared.worker) if config.shared else None,
+    )
+    metrics, journal = GatewayMetrics(), Journal()
     state: dict[str, Any] = {"engines": []}
     limits = config.limits
+    records = _records(config, journal, engines.board)
     async with open_session() as session:
-        legs = Legs(engines, session, connector, metrics.ended, Patience(limits.silence_s), config.obstacle)
-        async with _open_plane(config, engines, legs) as plane:
+        legs = Legs(
+            engines,
+            session,
+            connector,
+            metrics.ended,
+            Patience(limits.silence_s),
+            config.obstacle,
+            _knowledge(config, engines.board),
+        )
+        async with (
+            _open_plane(config, engines, legs) as plane,
+            _beating(config, engines.board) as admission,
+            records.open_to_siblings(),
+        ):
             app = GatewayApp(
                 plane,
                 engines,
@@ -106,9 +180,11 @@ async def _serve(config: WorkerConfig, news: asyncio.StreamReader) -> None:
                 metrics,
                 fleet=lambda: dict(state),
                 api_keys=config.api_keys,
-                rules=Rules(limits.body_mib * 2**20, limits.deadline_s, config.allow),
-                admission=Admission(limits.running, limits.queued, limits.queue_s),
+                rules=Rules(limits.body_mib * 2**20, limits.deadline_s, config.allow, config.tell_served),
+                admission=admission,
                 guards_itself=config.plane == "tokens",
+                journal=journal,
+                records=records,
             )
             server = uvicorn.Server(
                 uvicorn.Config(
@@ -133,25 +209,19 @@ async def _serve(config: WorkerConfig, news: asyncio.StreamReader) -> None:
                     state.clear()
                     state.update(orjson.loads(line))
                     engines.update(EngineView.parse(one) for one in state["engines"])
-                    metrics.sample(engines, app.gauges())
                     for one in state["engines"]:
-                        one.pop("api_key", None)  # not for /trivet/status
+                        for name in ("api_key", "slot"):  # not for /trivet/status
+                            one.pop(name, None)
 
             listener = asyncio.create_task(listen_to_fleet())
 
-            async def sample() -> None:
-                while True:  # another worker may be asked for the sum of all
-                    metrics.sample(engines, app.gauges())
-                    await asyncio.sleep(_SAMPLE_S)
-
-            sampler = asyncio.create_task(sample())
             reporter = asyncio.create_task(_report_when_started(server, config.report_fd))
             # uvicorn, when it is done, raises the signal again that ended it; what follows must still be done
             signal.signal(signal.SIGTERM, lambda *_: None)
             try:
                 await server.serve(sockets=[socket.socket(fileno=config.listen_fd)])
             finally:
-                for task in (listener, reporter, sampler):
+                for task in (listener, reporter):
                     task.cancel()
                     with contextlib.suppress(asyncio.CancelledError):
                         await task

@@ -11,6 +11,7 @@ import aiohttp
 
 from trivet.journal import GenerationRecord
 from trivet.routing.engines import EngineView
+from trivet.routing.prefixes import Prefix
 
 Piece = TypeVar("Piece")
 """A part of an answer as it goes towards the client."""
@@ -149,6 +150,14 @@ class Ask(Protocol[Piece]):
     @property
     def prompt(self) -> Any:
         """What a leg that starts now is asked with: the client's prompt, and behind it what was given out."""
+        ...
+
+    @property
+    def prefix(self) -> Prefix:
+        """What a leg that starts now is asked with, as prefix caches are searched for it.
+
+        Empty where caches say nothing of it: they are not to be read for it, or it cannot be told what would be found.
+        """
         ...
 
     @property

@@ -40,8 +40,11 @@ from trivet.legs.tokens import TokenAsk
 from trivet.legs.watch import Patience, watch
 from trivet.legs.wire import LegError, reading
 from trivet.render.contract import ServingError, TokenChunk, TokenRequest
-from trivet.routing.choose import Route, choose
+from trivet.routing.board import Count
+from trivet.routing.choose import Knowledge, Route, choose
 from trivet.routing.engines import Engines, EngineView
+from trivet.routing.policy import ALWAYS, Reason
+from trivet.routing.prefixes import NOTHING, Known, Prefix
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +71,12 @@ class _Run(Generic[Piece]):
     patience: Patience
     colocate: str | None
     """Why the next attempt is not split."""
+    because: Reason
+    """The label of that, before anything has failed."""
+    knows: Knowledge
+    """What its engines are chosen by."""
+    cached: Known = NOTHING
+    """What the engine that computes the prompt was thought to have of it."""
     decode_rank: str | None = None
     """See ``RequestRecord``."""
     faults: list[LegError] = field(default_factory=list)
@@ -122,6 +131,7 @@ class Legs:
         observe: Observer = lambda *_: None,
         patience: Patience | None = None,
         obstacle: str | None = None,
+        knowledge: Knowledge | None = None,
     ) -> None:
         """
         Args:
@@ -131,8 +141,10 @@ class Legs:
             observe: called with the record of each generation that ended.
             patience: how long legs are waited for.
             obstacle: why no answer of these engines may be continued on another, or None.
+            knowledge: what engines are chosen by beside their load; None splits whatever can be split.
         """
         self._obstacle = obstacle
+        self._knows = knowledge or Knowledge()
         self._engines = engines
         self.session = session
         self._connector = connector
@@ -141,10 +153,19 @@ class Legs:
         self._problems: set[tuple[str, int, str, int]] = set()
         """Pairs of engines, as they were started, whose trouble with each other was logged."""
         self.releases = Releases(engines, connector)
-        self.running = 0
-        """Generations under way."""
+        self._running = 0
         self._none_runs = asyncio.Event()
         self._none_runs.set()
+
+    @property
+    def running(self) -> int:
+        """Generations of this worker that are under way."""
+        return self._running
+
+    @running.setter
+    def running(self, value: int) -> None:
+        self._running = value
+        self._engines.board.write(Count.GENERATIONS, value)
 
     async def run(self, request: TokenRequest) -> AsyncGenerator[TokenChunk, None]:
         """Generates in token ids. See ``TokenEngine.run``."""
@@ -177,10 +198,16 @@ class Legs:
         if owner is not None:
             owner.generations.append(record)
             patience = replace(patience, deadline_s=owner.deadline_s)
-        colocate = ask.unsplittable
+        colocate, because = ask.unsplittable, Reason.UNSPLITTABLE
         if colocate is None and self._connector is None:
-            colocate = "the topology has no connector"
-        run = _Run(ask, record, patience, colocate, owner.decode_rank if owner is not None else None)
+            colocate, because = "the topology has no connector", Reason.NO_PAIR
+        elif owner is not None and owner.colocate is not None and colocate == owner.colocate:
+            because = Reason.REQUESTED
+        splits = owner is not None and owner.splits
+        knows = replace(self._knows, policy=ALWAYS) if splits else self._knows
+        run = _Run(ask, record, patience, colocate, because, knows)
+        if owner is not None:
+            run.decode_rank = owner.decode_rank
         self.running += 1
         self._none_runs.clear()
         try:
@@ -213,6 +240,15 @@ class Legs:
             )
             self._observe(record, owner)
 
+    def _note_handover(self, run: _Run[Any]) -> None:
+        """What the handover of this pair has cost, for those who choose; one after faults would tell of the faults."""
+        record = run.record
+        if not record.split or run.faults or record.prefill_end_s is None or record.decode_first_s is None:
+            return
+        prefill, decode = run.asked.get(record.prefill_engine or ""), run.asked.get(record.decode_engine or "")
+        if prefill is not None and decode is not None:
+            self._engines.board.note_handover(prefill, decode, record.decode_first_s - record.prefill_end_s)
+
     async def close(self) -> None:
         """Waits for what is under way, and gives up on what takes too long.
 
@@ -231,12 +267,14 @@ class Legs:
                 return
             if run.executed == _ATTEMPTS - 1 and run.colocate is None:
                 run.colocate = "split failed"  # the last attempt asks for as little as can be
-            route = choose(self._engines, colocate=run.colocate, avoid=frozenset(run.avoid))
+            route = self._route(run)
             if route is None and self._forgives(run):
-                route = choose(self._engines, colocate=run.colocate, avoid=frozenset(run.avoid))
+                route = self._route(run)
             if route is None:
                 break
             self._begin(run, route)
+            if (owner := current_request.get()) is not None and owner.decided is not None:
+                await owner.decided()
             try:
                 async with aclosing(self._attempt(run, route)) as pieces:
                     async for piece in pieces:
@@ -246,6 +284,16 @@ class Legs:
                 self._learn(run, route, fault)
                 logger.warning("generation %s: %s; trying elsewhere", run.ask.request_id, fault)
         raise run.error()
+
+    def _route(self, run: _Run[Any]) -> Route | None:
+        return choose(
+            self._engines,
+            colocate=run.colocate,
+            avoid=frozenset(run.avoid),
+            prompt=run.ask.prefix,
+            knowledge=run.knows,
+            because=Reason.RETRY if run.faults else run.because,
+        )
 
     def _forgives(self, run: _Run[Any]) -> bool:
         """Where nobody else is left, an engine that broke off and is still in service may be asked once more.
@@ -281,6 +329,10 @@ class Legs:
         record.intended_split = record.split = route.prefill is not None
         record.transfer_problem = None
         record.reason = f"{route.reason} ({run.told()})" if run.faults else route.reason
+        record.split_reason = Reason.RETRY if run.faults else route.label
+        run.cached = route.cached
+        if route.prefill is not None:
+            self._knows.handovers.asked(route.prefill, route.decode)
         record.decode_engine = route.decode.name
         record.prefill_engine = route.prefill.name if route.prefill else None
         if not run.ask.begun:
@@ -408,6 +460,7 @@ class Legs:
         self._stamp(record, start_s, prefilled)
         record.intended_split = record.split = False
         record.decode_engine, record.reason = None, "one token, which prefill makes"
+        record.split_reason = Reason.ONE_TOKEN
         assert prefilled.first is not None
         yield prefilled.first
 
@@ -430,7 +483,9 @@ class Legs:
                 async with aclosing(self._decode(run, held.decode, params, computed, accepted)) as pieces:
                     async for piece in pieces:
                         taken, held.untaken = True, False
-                        run.record.decode_first_s = run.record.decode_first_s or now_s()
+                        if run.record.decode_first_s is None:
+                            run.record.decode_first_s = now_s()
+                            self._note_handover(run)
                         yield piece
                 return
             except LegError as fault:
@@ -478,9 +533,14 @@ class Legs:
         # a task of its own: an answer that is on its way when the client leaves says what must be released
         call = asyncio.create_task(ask.prefill(leg, params, sample=sample))
         try:
-            with self._engines.charge(engine, ask.prompt_tokens), watch(self._engines, engine, run.patience) as patient:
+            uncached_tokens = ask.prompt_tokens - run.cached.tokens
+            with self._engines.charge(engine, uncached_tokens), watch(self._engines, engine, run.patience) as patient:
                 async with patient:
-                    return await asyncio.shield(call)
+                    prefilled = await asyncio.shield(call)
+            if prefilled.cached_tokens is not None:
+                self._knows.prefixes.correct(engine, run.cached, prefilled.cached_tokens)
+            self._knows.prefixes.learn(ask.prefix, engine)
+            return prefilled
         except BaseException:
             # where the gateway names the transfer, what is held is known without the answer
             knows = params is not None and self._connector is not None and self._connector.legs_start_together
@@ -503,6 +563,9 @@ class Legs:
         leg = self._leg(run, engine, "decode")
         patience = replace(run.patience, silence_s=None) if run.ask.is_told_at_once(params) else run.patience
         waits = isinstance(computed, Beside) and not computed.is_answered
+        # what is told of an engine that was handed KV, or continues an answer, is not what its own cache had
+        tells_its_cache = run.record.prefill_engine is None and not run.ask.begun
+        learned: Prefix | None = None
         ended = False
         try:
             async with aclosing(run.ask.decode(leg, params, computed, accepted)) as pieces:
@@ -517,12 +580,19 @@ class Legs:
                             piece = await anext(pieces, None)
                         if piece is None:
                             break
+                        if learned is None:  # the prompt's KV is there, computed or handed over
+                            learned = run.ask.prefix
+                            self._knows.prefixes.learn(learned, engine)
                         yield piece
             ended = True
         except LegError as fault:
             ended = fault.status is not None or not fault.executed
             raise
         finally:
+            if learned is not None:  # the answer is cached as well
+                self._knows.prefixes.learn(run.ask.prefix, engine, since=len(learned.hashes))
+                if tells_its_cache and run.record.cached_tokens is not None:
+                    self._knows.prefixes.correct(engine, run.cached, run.record.cached_tokens)
             if not ended:  # its connection is closed; what stands between may pass that on late
                 self.releases.abort(run.ask, leg)
 

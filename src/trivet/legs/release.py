@@ -16,6 +16,7 @@ from trivet.journal import now_s
 from trivet.legs.ask import Ask, Leg, Prefilled
 from trivet.legs.ending import end
 from trivet.legs.wire import LegError, abort, reading
+from trivet.routing.board import Count
 from trivet.routing.engines import Engines, EngineView
 
 logger = logging.getLogger(__name__)
@@ -40,10 +41,27 @@ class Releases:
         self._engines = engines
         self._connector = connector
         self._tasks: set[asyncio.Task[None]] = set()
-        self.pending = 0
-        """KV hand-overs that nobody took and that are being released."""
-        self.unconfirmed = 0
+        self._pending = self._unconfirmed = 0
+
+    @property
+    def pending(self) -> int:
+        """KV hand-overs of this worker that nobody took and that are being released."""
+        return self._pending
+
+    @pending.setter
+    def pending(self, value: int) -> None:
+        self._pending = value
+        self._engines.board.write(Count.RELEASES_PENDING, value)
+
+    @property
+    def unconfirmed(self) -> int:
         """Those that no engine confirmed: prefill had freed the KV already, or holds it until its lease ends."""
+        return self._unconfirmed
+
+    @unconfirmed.setter
+    def unconfirmed(self, value: int) -> None:
+        self._unconfirmed = value
+        self._engines.board.write(Count.RELEASES_UNCONFIRMED, value)
 
     def abort(self, ask: Ask[Any], leg: Leg) -> None:
         """Has an engine end a leg whose connection is closed already, where it has an endpoint for that."""

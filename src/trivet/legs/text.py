@@ -9,6 +9,7 @@ models are told of in their prompt); what only shapes the answer goes.
 from __future__ import annotations
 
 import asyncio
+import re
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
@@ -32,6 +33,7 @@ from trivet.legs.wire import (
     refusal,
     transfer_params_of,
 )
+from trivet.routing.prefixes import CHUNK_BYTES, Chain, Prefix
 from trivet.surface.sse import EventSplitter, data_of, event_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -54,6 +56,21 @@ _ONLY_THE_ANSWER = (
     "use_beam_search",
     "return_token_ids",
 )
+_BEFORE_THE_MESSAGES = (
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+    "instructions",
+    "mm_processor_kwargs",
+    "prompt_embeds",
+    "reasoning_effort",
+    "response_format",
+    "system",
+    "tools",
+)
+"""Fields that shape a prompt from its beginning on, or everywhere. One that is missing here can only cost speed."""
+_PROMPTS = ("prompt", "messages", "input", "token_ids")
+"""Fields that are the prompt, at one endpoint or another."""
 _SURELY_READ_S = 0.3
 """After so long an engine that answers its requests has read one."""
 _BYTES_A_TOKEN = 4
@@ -78,7 +95,7 @@ class Usage:
             return None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one is made for each token: not frozen, which would make that three times as slow
 class TextPiece:
     """Bytes of an answer; the first ones with its head."""
 
@@ -164,6 +181,36 @@ class TextAsk:
         self._path = path
         self._raw = raw
         self._body: Mapping[str, Any] = body if isinstance(body, Mapping) else {}
+        self._prefix: Prefix | None = None
+
+    @property
+    def prefix(self) -> Prefix:
+        """See ``Ask``. Of the prompt's text, as its tokens are not known: chunks stand for so many tokens each.
+
+        Of a prompt in token ids, those; so a text and its ids are two prompts here.
+        """
+        if self._prefix is None:
+            self._prefix = self._hashed()
+        return self._prefix
+
+    def _hashed(self) -> Prefix:
+        body = self._body
+        prompt = next((body[name] for name in _PROMPTS if body.get(name) is not None), None)
+        if body.get("prompt_logprobs") is not None:  # no cache is read for it
+            return Prefix(prompt_tokens=self.prompt_tokens)
+        shapes = orjson.dumps({name: body[name] for name in _BEFORE_THE_MESSAGES if name in body}).decode()
+        identity = self._path, str(body.get("model")), str(body.get("cache_salt") or ""), shapes
+        ids = prompt[0] if isinstance(prompt, list) and prompt and isinstance(prompt[0], list) else prompt
+        if isinstance(ids, list) and ids and isinstance(ids[0], int):
+            chain = Chain(*identity)
+            try:
+                chain.extend(ids)
+            except (OverflowError, TypeError):  # no token ids, which an engine will say
+                return Prefix(prompt_tokens=self.prompt_tokens)
+        else:
+            chain = Chain(*identity, chunk_bytes=CHUNK_BYTES)
+            chain.extend_bytes(orjson.dumps(prompt))
+        return chain.prefix(self.prompt_tokens)
 
     @property
     def prompt_tokens(self) -> int:
@@ -235,13 +282,22 @@ class TextAsk:
             content = await answer.read()
             yield _whole(engine, content, head, await _settled(computed), computed)
             return
-        splitter, done = EventSplitter(), self._path not in _END_WITH_A_MARK
-        async for piece in answer.content.iter_any():
-            by = await _settled(computed)
-            for event in splitter.feed(piece):
+        splitter, tokens, done = EventSplitter(), _TokenEvents(), self._path not in _END_WITH_A_MARK
+        while read := await answer.content.readany():
+            by = computed if not isinstance(computed, Beside) else await computed.computed()
+            plain: list[bytes] = []
+            for event in splitter.feed(read):
+                if head is None and tokens.know(event):
+                    plain.append(event)
+                    continue
+                if plain:
+                    yield TextPiece(b"".join(plain), tokens=len(plain))
+                    plain = []
                 done = done or event.startswith(b"data: [DONE]")
-                yield _event(engine, event, head, by, computed)
+                yield _event(engine, event, head, by, computed, tokens)
                 head = None
+            if plain:
+                yield TextPiece(b"".join(plain), tokens=len(plain))
         if not done:
             raise LegError(engine, "the stream ended before the answer did", status=502, died=True)
 
@@ -313,14 +369,74 @@ def _whole(
         return TextPiece(content, head, (usage and usage.completion_tokens) or 1, reason, usage)
 
 
+_TEXT_BEGINS = re.compile(rb'(?:content|reasoning|text|arguments)" ?: ?"')
+_TEXT = re.compile(rb'[^"\\\x00-\x1f]*+(?:\\["\\/bfnrt][^"\\\x00-\x1f]*+)*+')
+"""The inside of a JSON string in UTF-8; without ``\\u``, of which not all are valid."""
+
+
+class _TokenEvents:
+    """Knows the events of a stream that bring one token each and nothing else, without parsing each of them.
+
+    Such events differ in one string only, which is of no interest here. So one is parsed, and what stands before and
+    behind the string in it is kept: with any other string between the two, the same parser reads the same values, but
+    for that string. Nobody can forge this with what a model says, since nothing is searched for: what is between must
+    be the inside of one string, to its last byte.
+
+    That what is taken for the string is one, and a member's value: in JSON, ``content":"`` cannot stand outside of
+    strings, nor inside one, as the first quote would end it; so that quote ends a string, which is a member's name as
+    a colon follows, and the last one begins the value. That it is of no interest: the name is none that ``_event``
+    asks for, and what ``_event`` found under those names was nothing that could have it inside.
+    """
+
+    def __init__(self) -> None:
+        self._before = self._behind = b""
+
+    def know(self, event: bytes) -> bool:
+        """Whether it is one of those."""
+        before, behind = self._before, self._behind
+        if not before or not event.startswith(before) or not event.endswith(behind):
+            return False
+        text = event[len(before) : -len(behind)]
+        return (
+            len(before) + len(text) + len(behind) == len(event)
+            and _TEXT.fullmatch(text) is not None
+            and (text.isascii() or _is_utf8(text))
+        )
+
+    def learn(self, event: bytes, data: bytes) -> None:
+        """Takes an event for an example: it brings a token, and neither usage, an error nor a finish reason."""
+        self._before = b""
+        begins = _TEXT_BEGINS.search(event)
+        if begins is None or event != b"data: " + data + b"\n\n":
+            return
+        text = _TEXT.match(event, begins.end())
+        if text is not None and event[text.end()] == _QUOTE:
+            self._before, self._behind = event[: text.start()], event[text.end() :]
+
+
+_QUOTE = ord('"')
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def _event(
     engine: str,
     event: bytes,
     head: Mapping[str, str] | None,
     computed: Computed | None,
     source: Computed | Beside | None = None,
+    tokens: _TokenEvents | None = None,
 ) -> TextPiece:
     """An event as it goes on: its bytes as they came, but for the count of cached tokens.
+
+    Args:
+        tokens: learns what events look like that this function would find nothing in but a token.
 
     Raises:
         LegError: it tells of an error, or is none of a stream's events.
@@ -344,10 +460,13 @@ def _event(
         for choice in choices:
             reason = choice.get("finish_reason") or reason
             check_finish(engine, reason)
-        _found(source, value.get("usage"))
-        if _corrected(value.get("usage"), computed):
+        usage = value.get("usage")
+        if tokens is not None and choices and reason is None and usage is None:
+            tokens.learn(event, data)
+        _found(source, usage)
+        if _corrected(usage, computed):
             event = event_of(value)
-        return TextPiece(event, head, int(bool(choices)), reason, Usage.parse(value.get("usage")))
+        return TextPiece(event, head, int(bool(choices)), reason, Usage.parse(usage))
 
 
 def _found(source: Computed | Beside | None, usage: Any) -> None:

@@ -32,6 +32,7 @@ from trivet.legs.wire import (
 )
 from trivet.render.contract import TokenChunk, TokenLogprobs, TokenRequest
 from trivet.routing.engines import EngineView
+from trivet.routing.prefixes import Chain, Prefix
 
 
 class TokenAsk:
@@ -55,6 +56,8 @@ class TokenAsk:
         self._headers = headers
         self._unsplittable = unsplittable
         self._sent: list[int] = []
+        self._chain: Chain | None = None
+        self._chained_tokens = 0
         self._prompt_logprobs: list[TokenLogprobs] | None = None
         # The client sees nothing of such an answer before its end, so it is kept here until then: if it breaks off it
         # can be begun anew, also where it could not be continued.
@@ -101,6 +104,23 @@ class TokenAsk:
     def prompt(self) -> TokenRequest:
         """See ``Ask``."""
         return behind(self._request, self._sent)
+
+    @property
+    def prefix(self) -> Prefix:
+        """See ``Ask``. Made when it is first asked for, and continued with what was given out since."""
+        request = self._request
+        # prompt log-probabilities imply it (``SamplingParams`` in vLLM)
+        if request.sampling.get("skip_reading_prefix_cache") or request.prompt_logprobs is not None:
+            return Prefix(prompt_tokens=self.prompt_tokens)
+        try:
+            if self._chain is None:
+                self._chain = Chain("tokens", request.model, request.cache_salt)
+                self._chain.extend(request.token_ids)
+            self._chain.extend(self._sent[self._chained_tokens :])
+            self._chained_tokens = len(self._sent)
+        except (OverflowError, TypeError):  # no token ids, which an engine will say
+            self._chain = Chain("no tokens")
+        return self._chain.prefix(self.prompt_tokens)
 
     @property
     def unsaid_end(self) -> TokenChunk | None:

@@ -1,11 +1,14 @@
-"""Engines as a gateway worker sees them, and the worker's own count of what it has given each."""
+"""Engines as a gateway worker sees them, and the count of what all workers have given each."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from trivet.routing.board import Board
+from trivet.routing.slots import Slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,8 @@ class EngineView:
     """Whether it has an endpoint that ends a request by its id (vLLM 0.31 and newer)."""
     kv_address: str | None = None
     """Where its connector listens for its peers; None if the gateway need not tell them."""
+    slot: int | None = field(default=None, compare=False, repr=False)
+    """Its column on the board; None until somebody gave it one."""
 
     def created_cache_tokens(self, prompt_tokens: int, cached_tokens: int) -> int | None:
         """Prompt tokens that serving a prompt adds to its prefix cache: whole blocks, less those it had.
@@ -51,6 +56,7 @@ class EngineView:
             api_key=value.get("api_key"),
             aborts=bool(value.get("aborts", False)),
             kv_address=value.get("kv_address"),
+            slot=value.get("slot"),
         )
 
 
@@ -60,21 +66,28 @@ class Engines:
     A leg is charged while it runs, inside ``charge``; leaving that block, however it is left, takes the charge off.
     """
 
-    def __init__(self, *, decode_serves_whole: bool = True) -> None:
+    def __init__(self, *, decode_serves_whole: bool = True, board: Board | None = None) -> None:
         """
         Args:
             decode_serves_whole: decode engines can serve requests colocated; see ``Connector``.
+            board: where all workers count; the fleet's news give engines their slots on it. None counts here alone.
         """
         self.decode_serves_whole = decode_serves_whole
+        self.board = board or Board.private()
+        """Where loads, turns and handovers are counted."""
+        self._own_slots = Slots(self.board) if board is None else None
+        self._slots: dict[str, int] = {}
+        """Also of engines that have left: legs may still run there."""
         self._views: dict[str, EngineView] = {}
         self._watchers: dict[str, set[Callable[[], None]]] = {}
-        self._turns: dict[str, int] = {}
-        self._turn = 0
-        self._outstanding_tokens: dict[str, int] = {}
 
     def update(self, views: Iterable[EngineView]) -> None:
-        """Takes the fleet's newest word."""
-        before, self._views = self._views, {view.name: view for view in views}
+        """Takes the fleet's newest word.
+
+        Raises:
+            BoardError: there are more engines than a board of this process's own has slots.
+        """
+        before, self._views = self._views, {view.name: view for view in self._seated(list(views))}
         for name, old in before.items():
             if old.ready and _has_left(old, self._views.get(name)):
                 for leave in list(self._watchers.get(name, ())):
@@ -105,30 +118,48 @@ class Engines:
         return _has_left(view, self._views.get(view.name))
 
     def take_turn(self, view: EngineView) -> None:
-        """Notes that an engine was chosen, so that equals are chosen in turn."""
-        self._turn += 1
-        self._turns[view.name] = self._turn
+        """Notes that an engine was chosen, so that equals are chosen in turn, whichever worker chooses."""
+        if (slot := self._slot_of(view)) is not None:
+            self.board.take_turn(slot)
 
     def last_turn(self, name: str) -> int:
-        """When an engine was chosen last; 0 if never."""
-        return self._turns.get(name, 0)
+        """When an engine was chosen last, by any worker; 0 if never."""
+        slot = self._slots.get(name)
+        return 0 if slot is None else self.board.last_turn(slot)
 
     def outstanding_tokens(self, name: str) -> int:
-        """Tokens of legs that this worker has running on an engine."""
-        return self._outstanding_tokens.get(name, 0)
+        """Tokens of legs that all workers have running on an engine."""
+        slot = self._slots.get(name)
+        return 0 if slot is None else self.board.outstanding_tokens(slot)
 
     @contextlib.contextmanager
     def charge(self, view: EngineView, tokens: int) -> Iterator[None]:
         """Counts a leg's tokens against an engine while the block runs."""
-        self._outstanding_tokens[view.name] = self._outstanding_tokens.get(view.name, 0) + tokens
+        slot = self._slot_of(view)  # the same when it is taken off, whatever the fleet has said by then
+        if slot is None:
+            yield
+            return
+        self.board.charge(slot, tokens, 1)
         try:
             yield
         finally:
-            left = self.outstanding_tokens(view.name) - tokens
-            if left:
-                self._outstanding_tokens[view.name] = left
-            else:
-                self._outstanding_tokens.pop(view.name, None)
+            self.board.charge(slot, -tokens, -1)
+
+    def _seated(self, views: list[EngineView]) -> list[EngineView]:
+        """The views with their slots."""
+        if self._own_slots is not None:
+            slots = self._own_slots.assign(view.name for view in views)
+            views = [replace(view, slot=slots[view.name]) for view in views]
+        for view in views:
+            if view.slot is not None and self._slots.get(view.name) != view.slot:
+                # of an engine that left, when all of its legs had ended
+                self._slots = {name: slot for name, slot in self._slots.items() if slot != view.slot}
+                self._slots[view.name] = view.slot
+        # what nobody could count would look idle for ever, and be given everything
+        return [view if view.slot is not None else replace(view, ready=False) for view in views]
+
+    def _slot_of(self, view: EngineView) -> int | None:
+        return self._slots.get(view.name, view.slot)
 
 
 def _has_left(old: EngineView, new: EngineView | None) -> bool:

@@ -24,6 +24,9 @@ class EventSplitter:
     def feed(self, piece: bytes) -> Iterator[bytes]:
         """The events that ``piece`` completes, each with its lines' ends and the empty line."""
         pending = self._pending
+        if not pending and 0 <= piece.find(b"\n\n") == len(piece) - 2 and b"\n\r\n" not in piece:
+            yield bytes(piece)  # one event and no more, as nearly always
+            return
         pending += piece
         start = 0
         # an end of line that was the last byte so far may be half of an empty line

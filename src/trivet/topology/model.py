@@ -294,7 +294,7 @@ class Tiers(_Strict):
 
 
 class Limits(_Strict):
-    """What each gateway worker takes on, and how long it waits."""
+    """What the gateway takes on, all of its workers together, and how long it waits."""
 
     model_config = ConfigDict(strict=True)
 
@@ -317,6 +317,48 @@ class Limits(_Strict):
     body_mib: int = Field(64, ge=1, le=4096, description="largest body of a request; more than any prompt needs")
 
 
+class Split(_Strict):
+    """When a request that could be split is split."""
+
+    mode: Literal["auto", "always", "never"] = Field(
+        "auto", description="auto: where it pays; always, never: for comparisons and tests"
+    )
+    min_uncached_tokens: int = Field(
+        256,
+        ge=1,
+        le=10**7,
+        strict=True,
+        description="auto: fewer prompt tokens to compute are served colocated, as they stall running answers for one "
+        "step at most, and a handover takes longer",
+    )
+    max_handover_s: float = Field(
+        1.0,
+        gt=0,
+        le=3600,
+        description="auto: pairs whose handovers take longer are not used while there is another way; with direct "
+        "copies they take a tenth of that",
+    )
+
+    @model_validator(mode="after")
+    def _thresholds_are_for_auto(self) -> Split:
+        idle = sorted(self.model_fields_set - {"mode"})
+        if self.mode != "auto" and idle:
+            raise ValueError(f"with mode {self.mode}, {', '.join(idle)} means nothing: leave it out, or set mode: auto")
+        return self
+
+
+def _split(value: object) -> object:
+    """``split: always`` is short for ``split: {mode: always}``."""
+    if value is None or isinstance(value, Mapping | Split):
+        return {} if value is None else value
+    if value not in ("auto", "always", "never"):
+        raise ValueError(
+            f"{value!r} is no way to split; write auto, always or never, or a mapping such as "
+            "{min_uncached_tokens: 256, max_handover_s: 1.0}"
+        )
+    return {"mode": value}
+
+
 class Gateway(_Strict):
     """Where clients come in."""
 
@@ -334,7 +376,13 @@ class Gateway(_Strict):
         "tokens",
         description="tokens: rendered once, here; text: engines render themselves and their bytes are passed through",
     )
-    limits: Limits = Field(default_factory=Limits, description="what each worker takes on")
+    limits: Limits = Field(default_factory=Limits, description="what all workers together take on")
+    split: Annotated[Split, BeforeValidator(_split)] = Field(
+        default_factory=Split, description="when a request that could be split is split"
+    )
+    tell_served: bool = Field(
+        True, description="answers say in X-Trivet-Served how they were made, and by which engines (their names)"
+    )
     allow: list[Steering] = Field(
         default_factory=list, description="what clients may say of how KV is moved: nothing, as it can end an engine"
     )

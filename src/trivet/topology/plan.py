@@ -21,6 +21,10 @@ from trivet.topology.ports import PortBook
 GPU_MEMORY_LIMIT = 0.95
 """Most of a GPU's memory that its engines may claim together: the CUDA contexts need the rest."""
 
+MOST_ENGINES = 256
+"""Most engines of one topology: the gateway's workers count the load of each, and of each pair, in memory of fixed
+size."""
+
 SIM = "sim"
 """The device of simulated engines: they use no cores or GPUs of their own, and need no vLLM."""
 
@@ -172,6 +176,11 @@ class _Planner:
 
     def plan(self) -> Plan:
         merged = list(self._merged())
+        if len(merged) > MOST_ENGINES:
+            raise TopologyError(
+                f"the topology has {len(merged)} engines; one gateway serves at most {MOST_ENGINES}",
+                mend="make it two services, each with a topology of its own",
+            )
         self._check_simulated(merged)
         cores = self._share_cores(merged)
         gpus = self._share_gpus(merged)
