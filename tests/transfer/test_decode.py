@@ -9,7 +9,7 @@ from transfer.schedulers import BLOCK, IDENTITY, FakePrefill, blocks_of, make_re
 from transfer.waiting import until
 from trivet.transfer.decode import DecodeSide
 from trivet.transfer.link import Connection
-from trivet.transfer.messages import Alive, Announce, First, Hello, Landed, Lost, Open, Took, Withdraw
+from trivet.transfer.messages import PROTOCOL, Alive, Announce, First, Hello, Landed, Lost, Open, Took, Withdraw
 from trivet.transfer.plan import Receive, Report
 from trivet.transfer.settings import Settings
 from trivet.transfer.stats import Counts
@@ -122,7 +122,7 @@ def fence(decode, prefill):
 def test_prefill_is_asked_when_the_request_comes(decode, prefill):
     decode.ask(prefill)
     prefill.opened("t")
-    assert prefill.hellos == [Hello(1, "decode-1", IDENTITY)]
+    assert prefill.hellos == [Hello(PROTOCOL, "decode-1", IDENTITY)]
 
 
 def test_one_link_serves_all_requests_of_a_prefill_engine(decode, prefill):

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from trivet.transfer.identity import difference, host, identity, refusal
-from trivet.transfer.messages import Hello, decode, encode
+from trivet.transfer.messages import PROTOCOL, Hello, decode, encode
 
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
 FULL = FullAttentionSpec(**SHAPE)
@@ -67,7 +67,7 @@ def test_equal_engines_differ_in_nothing():
 
 def test_an_identity_survives_the_link():
     own = identity(config(), caches(FULL))
-    assert decode(encode(Hello(1, "e", own))).identity == own
+    assert decode(encode(Hello(PROTOCOL, "e", own))).identity == own
 
 
 def test_where_the_models_path_ends_in_a_slash_does_not_matter():
@@ -113,7 +113,7 @@ def test_a_difference_of_the_models_config_names_the_setting(own, other, said):
     assert told.startswith(f"prefill and decode differ in model config ({said}")
     assert told.endswith("; start both with the same model files and --hf-overrides")
     assert len(told) < 500
-    assert [decode(encode(Hello(1, "e", one))).identity for one in facts] == facts
+    assert [decode(encode(Hello(PROTOCOL, "e", one))).identity for one in facts] == facts
 
 
 @pytest.mark.parametrize("name", ["_name_or_path", "transformers_version"])

@@ -17,7 +17,7 @@ import pytest
 from transfer.waiting import LIMIT_S, descriptors, until
 from trivet.transfer import link
 from trivet.transfer.link import Connection, Listener
-from trivet.transfer.messages import Alive, Hello, Landed, Lost, Open, Took, encode
+from trivet.transfer.messages import PROTOCOL, Alive, Hello, Landed, Lost, Open, Took, encode
 
 
 class Server:
@@ -66,7 +66,7 @@ def pair():
 
 def large(size, name="e"):
     """A message of about so many bytes."""
-    return Hello(1, name, {f"{number}": name[:1] * 1000 for number in range(size // 1000)})
+    return Hello(PROTOCOL, name, {f"{number}": name[:1] * 1000 for number in range(size // 1000)})
 
 
 def framed(message):

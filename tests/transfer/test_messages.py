@@ -10,7 +10,7 @@ from trivet.transfer import messages
 from trivet.transfer.messages import LONGEST_BYTES, decode, encode, is_transfer, one_line
 
 ALL = [
-    messages.Hello(1, "engine", {"vllm": "0.32", "groups": 2, "tensor_parallel": 2, "none": None}),
+    messages.Hello(messages.PROTOCOL, "engine", {"vllm": "0.32", "groups": 2, "tensor_parallel": 2, "none": None}),
     messages.Welcome("engine-1", ["/run/a.0", "/run/a.1"], None),
     messages.Welcome("engine-1", [], "they differ"),
     messages.Open("t"),
@@ -80,7 +80,7 @@ def test_a_message_cut_short_is_a_value_error(message):
     ],
 )
 def test_what_is_no_message_of_the_protocol_is_a_value_error_that_says_so(foreign):
-    with pytest.raises(ValueError, match="not a message of TrivetConnector's protocol 1"):
+    with pytest.raises(ValueError, match=f"not a message of TrivetConnector's protocol {messages.PROTOCOL}"):
         decode(foreign)
 
 
@@ -165,7 +165,7 @@ def piece(**changes):
     ids=lambda fields: str(fields)[:40],
 )
 def test_a_field_outside_of_its_bounds_is_refused_in_one_line(fields):
-    assert "not a message of TrivetConnector's protocol 1" in refused(msgspec.msgpack.encode(fields))
+    assert f"not a message of TrivetConnector's protocol {messages.PROTOCOL}" in refused(msgspec.msgpack.encode(fields))
 
 
 def test_a_message_longer_than_any_is_not_looked_at():

@@ -7,7 +7,7 @@ from vllm.v1.request import RequestStatus
 from transfer.schedulers import IDENTITY, FakeDecode, end, make_request, preempt, step
 from transfer.waiting import until
 from trivet.transfer.link import Connection
-from trivet.transfer.messages import Alive, Announce, Close, First, Got, Hello, Lost, Open, Withdraw
+from trivet.transfer.messages import PROTOCOL, Alive, Announce, Close, First, Got, Hello, Lost, Open, Withdraw
 from trivet.transfer.plan import Chunk
 from trivet.transfer.prefill import PrefillSide
 from trivet.transfer.prompts import prompt_of
@@ -85,7 +85,7 @@ def test_an_engine_of_another_kind_is_told_what_differs(prefill):
 
 def test_an_engine_of_another_protocol_is_told_so(prefill):
     with contextlib.closing(FakeDecode(prefill.path, protocol=9)) as decode:
-        assert decode.welcome.problem == "prefill speaks protocol 1 of TrivetConnector, decode 9"
+        assert decode.welcome.problem == f"prefill speaks protocol {PROTOCOL} of TrivetConnector, decode 9"
 
 
 @pytest.mark.parametrize("first", [Alive(), Open("t")])
@@ -637,5 +637,5 @@ def test_preempted_requests_are_not_given_up(prefill):
 
 
 def test_hello_twice_ends_the_link(prefill, decode):
-    decode.send(Hello(1, "e", IDENTITY))
+    decode.send(Hello(PROTOCOL, "e", IDENTITY))
     assert decode.heard.get(timeout=5) is None
