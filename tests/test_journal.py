@@ -3,7 +3,8 @@ import json
 
 import pytest
 
-from trivet.journal import GenerationRecord, Journal, RequestRecord, current_request, now_s
+import trivet.journal as journal_module
+from trivet.journal import GAP_BOUNDS_S, Gaps, GenerationRecord, Journal, RequestRecord, current_request, now_s
 
 
 def generation(**changes) -> GenerationRecord:
@@ -21,6 +22,7 @@ def test_a_split_generation_in_plain_values():
         decode_engine="decode-0",
         prefill_start_s=10.005,
         prefill_end_s=10.105,
+        decode_start_s=10.0,
         first_token_s=10.15,
         decode_first_s=10.15,
         end_s=11.15,
@@ -51,17 +53,19 @@ def test_a_split_generation_in_plain_values():
         "handover_ms": 45.0,
         "ttft_ms": 150.0,
         "decode_ms": 1000.0,
+        "decode_leg_ms": 1150.0,
     }
 
 
 @pytest.mark.parametrize(
     ("stamps", "missing"),
     [
-        ({}, {"prefill_ms", "handover_ms", "ttft_ms", "decode_ms"}),
-        ({"prefill_start_s": 10.1}, {"prefill_ms", "handover_ms", "ttft_ms", "decode_ms"}),
-        ({"prefill_start_s": 10.1, "prefill_end_s": 10.2}, {"handover_ms", "ttft_ms", "decode_ms"}),
-        ({"first_token_s": 10.2, "end_s": 10.3}, {"prefill_ms", "handover_ms"}),
-        ({"end_s": 10.3}, {"prefill_ms", "handover_ms", "ttft_ms", "decode_ms"}),
+        ({}, {"prefill_ms", "handover_ms", "ttft_ms", "decode_ms", "decode_leg_ms"}),
+        ({"prefill_start_s": 10.1}, {"prefill_ms", "handover_ms", "ttft_ms", "decode_ms", "decode_leg_ms"}),
+        ({"prefill_start_s": 10.1, "prefill_end_s": 10.2}, {"handover_ms", "ttft_ms", "decode_ms", "decode_leg_ms"}),
+        ({"first_token_s": 10.2, "end_s": 10.3}, {"prefill_ms", "handover_ms", "decode_leg_ms"}),
+        ({"decode_start_s": 10.1, "end_s": 10.3}, {"prefill_ms", "handover_ms", "ttft_ms", "decode_ms"}),
+        ({"end_s": 10.3}, {"prefill_ms", "handover_ms", "ttft_ms", "decode_ms", "decode_leg_ms"}),
     ],
 )
 def test_what_was_not_reached_has_no_duration(stamps, missing):
@@ -76,9 +80,12 @@ def test_a_request_in_plain_values():
         "request_id": "req-1",
         "path": "/v1/completions",
         "status": 200,
+        "queue_ms": None,
         "generations": [generation().facts(10.0)],
     }
     assert json.loads(json.dumps(facts)) == facts
+    record.queued_s, record.admitted_s = 10.001, 10.021
+    assert record.facts()["queue_ms"] == 20.0
 
 
 def test_the_clock_only_goes_forward():
@@ -150,6 +157,57 @@ def test_taking_the_id_of_another_record_leaves_that_one_nameless():
     assert journal.find("chosen") is second
     journal.open("third", "/")  # the first one is forgotten, and nothing else with it
     assert journal.find("chosen") is second
+
+
+class Clock:
+    def __init__(self, monkeypatch) -> None:
+        self.s = 5.0
+        monkeypatch.setattr(journal_module, "now_s", lambda: self.s)
+
+
+def test_gaps_between_chunks_are_counted_by_bucket(monkeypatch):
+    clock, gaps = Clock(monkeypatch), Gaps()
+    for gap_s, tokens in [(3.0, 1), (0.0005, 2), (0.007, 3), (0.5, 3), (0.0075, 4), (7.0, 5)]:
+        clock.s += gap_s
+        gaps.note(tokens)
+    assert gaps.several is None
+    assert dict(zip((*GAP_BOUNDS_S, "above"), gaps.one, strict=True)) == {
+        **dict.fromkeys(GAP_BOUNDS_S, 0),
+        0.001: 1,
+        0.008: 1,
+        1.0: 1,  # a sign of life without a token is no chunk: the gap goes on
+        "above": 1,
+    }
+    assert gaps.one_s == pytest.approx(0.0005 + 0.007 + 0.5075 + 7.0)
+
+
+def test_chunks_of_several_tokens_are_told_apart(monkeypatch):
+    clock, gaps = Clock(monkeypatch), Gaps()
+    for gap_s, tokens in [(1.0, 4), (0.02, 7), (0.01, 8), (0.02, 10)]:
+        clock.s += gap_s
+        gaps.note(tokens)
+    assert (sum(gaps.one), sum(gaps.several)) == (1, 2)
+    assert (gaps.one_s, gaps.several_s) == (pytest.approx(0.01), pytest.approx(0.04))
+
+
+def test_an_answer_that_was_begun_anew_makes_no_gap_of_what_nobody_has_seen(monkeypatch):
+    clock, gaps = Clock(monkeypatch), Gaps()
+    for tokens in (1, 2, 3, 1, 2):
+        clock.s += 0.01
+        gaps.note(tokens)
+    assert (sum(gaps.one), gaps.several) == (3, None)
+
+
+def test_the_first_chunk_makes_no_gap():
+    gaps = Gaps()
+    for tokens in (0, 0, 5, 5):
+        gaps.note(tokens)
+    assert (gaps.one, gaps.several) == (None, None)
+
+
+def test_the_buckets_of_gaps_span_a_millisecond_to_a_second():
+    assert (GAP_BOUNDS_S[0], GAP_BOUNDS_S[-1]) == (0.001, 1.0)
+    assert list(GAP_BOUNDS_S) == sorted(set(GAP_BOUNDS_S))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ of its ``n`` choices; every generation is served split (two legs) or colocated (
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
@@ -19,6 +20,51 @@ from typing import Any
 def now_s() -> float:
     """Seconds on the clock that every stamp here is read from (monotonic)."""
     return time.perf_counter()
+
+
+GAP_BOUNDS_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.5, 1.0)
+"""Upper bounds, in seconds, of the buckets in which ``Gaps`` counts: what lies between two tokens of one answer."""
+
+
+class Gaps:
+    """The times between the chunks of one answer, in buckets.
+
+    Each chunk of each stream comes by here, so a chunk costs a look at the clock and one addition; metrics are given
+    the buckets when the generation ends. Chunks of several tokens (speculative decoding, an engine that gathers them)
+    are told apart: the time before such a chunk is not that between two tokens.
+    """
+
+    __slots__ = ("_last_s", "_tokens", "one", "one_s", "several", "several_s")
+
+    def __init__(self) -> None:
+        self.one: list[int] | None = None
+        """Gaps before chunks of one token, by bucket; the last is of those above all bounds. None without any."""
+        self.one_s = 0.0
+        """Their sum in seconds."""
+        self.several: list[int] | None = None
+        self.several_s = 0.0
+        self._tokens = 0
+        self._last_s = 0.0
+
+    def note(self, tokens: int) -> None:
+        """Notes that an answer has so many tokens now; the first ones make no gap."""
+        new = tokens - self._tokens
+        if not new:
+            return
+        time_s = now_s()
+        if self._tokens:
+            gap_s = time_s - self._last_s
+            if new == 1:
+                if self.one is None:
+                    self.one = [0] * (len(GAP_BOUNDS_S) + 1)
+                self.one[bisect_left(GAP_BOUNDS_S, gap_s)] += 1
+                self.one_s += gap_s
+            elif new > 1:  # fewer than before: an answer that nobody has seen was begun anew
+                if self.several is None:
+                    self.several = [0] * (len(GAP_BOUNDS_S) + 1)
+                self.several[bisect_left(GAP_BOUNDS_S, gap_s)] += 1
+                self.several_s += gap_s
+        self._tokens, self._last_s = tokens, time_s
 
 
 @dataclass(slots=True)
@@ -41,6 +87,8 @@ class GenerationRecord:
     prefill_start_s: float | None = None
     prefill_end_s: float | None = None
     first_token_s: float | None = None
+    decode_start_s: float | None = None
+    """The decode leg is asked, or the only one. With legs that start together it waits for its KV from then on."""
     decode_first_s: float | None = None
     """Decode's first piece behind a prefill leg; the answer's second token, where prefill made the first."""
     end_s: float | None = None
@@ -49,6 +97,8 @@ class GenerationRecord:
     completion_tokens: int = 0
     finish_reason: str | None = None
     error: str | None = None
+    refused: bool = False
+    """That error blames the request, in words that may quote it."""
     transfer_problem: str | None = None
     """Why decode computed the prompt itself: in the words of prefill's connector, or that decode's log says it."""
     cached_late: Mapping[str, int | None] | None = None
@@ -57,6 +107,8 @@ class GenerationRecord:
     """How often it was given to engines; more than once if legs failed."""
     resumes: int = 0
     """How often its answer broke off and was continued on another engine."""
+    gaps: Gaps = field(default_factory=Gaps, repr=False, compare=False)
+    """The times between the chunks of its answer."""
 
     def facts(self, arrived_s: float) -> dict[str, Any]:
         """The record as plain JSON values; durations in milliseconds."""
@@ -81,6 +133,7 @@ class GenerationRecord:
             "handover_ms": _ms(self.prefill_end_s, self.decode_first_s),
             "ttft_ms": _ms(arrived_s, self.first_token_s),
             "decode_ms": _ms(self.first_token_s, self.end_s),
+            "decode_leg_ms": _ms(self.decode_start_s, self.end_s),
         }
 
 
@@ -91,6 +144,10 @@ class RequestRecord:
     request_id: str
     path: str
     arrived_s: float = field(default_factory=now_s)
+    queued_s: float | None = None
+    """Its body was there and it waits for its turn. Stamps are ``now_s()``, None if not reached."""
+    admitted_s: float | None = None
+    """It has its turn."""
     status: int | None = None
     colocate: str | None = None
     """Why the whole request must be served colocated, or None."""
@@ -107,6 +164,14 @@ class RequestRecord:
     generations: list[GenerationRecord] = field(default_factory=list)
     decided: Callable[[], Awaitable[None]] | None = field(default=None, repr=False)
     """Called when engines were chosen for one of its generations, before they are asked."""
+    running: int = 0
+    """Generations of it that are under way."""
+    answered: bool = False
+    """It has its answer, or its client has left."""
+    told: bool = False
+    """Who wants to know of requests that are over has been told."""
+    trace: object = field(default=None, repr=False)
+    """What its spans are made from, where any are made (``trivet.gateway.spans``)."""
 
     @property
     def served(self) -> str | None:
@@ -128,6 +193,7 @@ class RequestRecord:
             "request_id": self.request_id,
             "path": self.path,
             "status": self.status,
+            "queue_ms": _ms(self.queued_s, self.admitted_s),
             "generations": [one.facts(self.arrived_s) for one in self.generations],
         }
 

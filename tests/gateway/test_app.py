@@ -147,26 +147,52 @@ async def test_a_worker_that_lives_is_healthy_whatever_its_engines_do():
         assert one.frontend.scopes == []
 
 
+NO_DECODE = "prefill engines cannot serve without a decode engine, and no decode or mixed engine is ready"
+NO_PREFILL = "with this connector decode engines cannot compute prompts, and no prefill or mixed engine is ready"
+UP, DOWN = {"ready": True}, {"ready": False}
+
+
 @pytest.mark.parametrize(
-    ("views", "status"),
+    ("tiers", "alone", "why_not"),
     [
-        ([], 503),
-        ([view(ready=False)], 503),
-        ([view("prefill-0")], 503),  # it can only hand over, and nobody takes it
-        ([view()], 200),
-        ([view("decode-0")], 200),
-        ([view("prefill-0"), view("decode-0")], 200),
-        ([view("prefill-0", ready=False), view("decode-0")], 200),
+        # ``alone``: the connector lets decode engines compute prompts
+        ({}, True, "there are no engines"),
+        ({"mixed-0": DOWN}, True, "0 of 1 are ready"),
+        ({"prefill-0": DOWN, "decode-0": DOWN}, True, "0 of 2 are ready"),
+        ({"prefill-0": UP}, True, NO_DECODE),
+        ({"prefill-0": UP, "decode-0": DOWN}, True, NO_DECODE),
+        ({"prefill-0": UP, "decode-0": DOWN, "mixed-0": DOWN}, False, NO_DECODE),
+        ({"decode-0": UP}, True, None),
+        ({"decode-0": UP}, False, NO_PREFILL),
+        ({"prefill-0": DOWN, "decode-0": UP}, True, None),
+        ({"prefill-0": DOWN, "decode-0": UP}, False, NO_PREFILL),
+        ({"prefill-0": UP, "decode-0": UP}, True, None),
+        ({"prefill-0": UP, "decode-0": UP}, False, None),
+        ({"mixed-0": UP}, True, None),
+        ({"mixed-0": UP}, False, None),
+        ({"prefill-0": UP, "decode-0": DOWN, "mixed-0": UP}, False, None),
     ],
 )
-async def test_a_gateway_is_ready_when_something_can_serve(views, status):
-    async with gateway(*views) as one:
+async def test_a_gateway_is_ready_when_something_can_serve(tiers, alone, why_not):
+    async with gateway(*(view(name, **state) for name, state in tiers.items())) as one:
+        one.engines.decode_serves_whole = alone
         response = await one.get("/ready")
-        assert response.status_code == status
-        if status == 503:
-            assert response.json()["error"]["message"] == "no engine is ready to serve"
-        # and the request itself finds the same
-        assert (await one.post()).status_code == status
+        assert response.status_code == (200 if why_not is None else 503)
+        if why_not is not None:
+            assert response.json()["error"]["message"] == f"no engine is ready to serve: {why_not}"
+        # the request itself finds the same, and that the worker lives is another question
+        assert (await one.post()).status_code == response.status_code
+        assert (await one.get("/health")).status_code == 200
+
+
+async def test_a_worker_that_stops_lives_and_serves_and_is_not_ready():
+    stopping = False
+    async with gateway(view(), stopping=lambda: stopping) as one:
+        assert (await one.get("/ready")).status_code == 200
+        stopping = True
+        response = await one.get("/ready")
+        assert (response.status_code, response.json()["error"]["message"]) == (503, "the gateway is stopping")
+        assert [(await one.get("/health")).status_code, (await one.post()).status_code] == [200, 200]
 
 
 async def test_head_is_answered_as_get_is():
@@ -194,6 +220,16 @@ async def test_where_nothing_can_serve_a_client_is_told_in_openais_form(path):
 
 
 # metrics
+
+
+async def test_the_wait_for_a_turn_is_counted_also_where_there_is_none():
+    async with gateway(view()) as one:
+        await one.post()
+        await one.post(x_trivet_serve="nonsense")  # it never waited
+        assert await one.count("trivet_queue_wait_seconds_count") == 1
+        assert await one.count("trivet_queue_wait_seconds_sum") < 5
+        record = one.frontend.records[0]
+        assert record.arrived_s <= record.queued_s <= record.admitted_s
 
 
 async def test_metrics_are_prometheus_text():
@@ -268,8 +304,10 @@ async def test_each_of_the_keys_opens(key, scheme):
         assert response.status_code == 200
 
 
+@pytest.mark.parametrize("guards_itself", [True, False], ids=["tokens plane", "text plane"])
+@pytest.mark.parametrize(("method", "path"), [("GET", "/trivet/status"), ("POST", CHAT), ("POST", "/tokenize")])
 @pytest.mark.parametrize("key", [*KEYS, "wrong", "x" * 1000])
-async def test_how_long_a_key_is_looked_at_tells_nothing_about_it(key, monkeypatch):
+async def test_how_long_a_key_is_looked_at_tells_nothing_about_it(key, method, path, guards_itself, monkeypatch):
     """Whichever it is, it is compared with all, each time as a digest of the same length."""
     compared: list[tuple[int, int]] = []
 
@@ -278,8 +316,9 @@ async def test_how_long_a_key_is_looked_at_tells_nothing_about_it(key, monkeypat
         return hmac.compare_digest(one, other)
 
     monkeypatch.setattr(app_module, "hmac", SimpleNamespace(compare_digest=compare))
-    async with gateway(view(), api_keys=KEYS) as one:
-        await one.client.get("/trivet/status", headers={"Authorization": f"Bearer {key}".encode()})
+    async with gateway(view(), api_keys=KEYS, guards_itself=guards_itself) as one:
+        answer = await one.client.request(method, path, headers={"Authorization": f"Bearer {key}".encode()})
+        assert answer.status_code == (200 if key in KEYS else 401)
     assert compared == [(32, 32)] * len(KEYS)
 
 

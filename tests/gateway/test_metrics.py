@@ -3,9 +3,10 @@ import subprocess
 import sys
 
 import pytest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from trivet.gateway.metrics import GatewayMetrics, Gauges
-from trivet.journal import GenerationRecord, RequestRecord
+from trivet.journal import GAP_BOUNDS_S, Gaps, GenerationRecord, RequestRecord
 from trivet.routing.board import Board
 from trivet.routing.engines import Engines, EngineView
 
@@ -41,6 +42,7 @@ def record(**changes: object) -> GenerationRecord:
         "decode_engine": "decode-0",
         "prefill_start_s": 11.25,
         "prefill_end_s": 13.25,
+        "decode_start_s": 11.5,
         "first_token_s": 13.75,
         "decode_first_s": 13.75,
         "end_s": 14.75,
@@ -92,6 +94,7 @@ def test_a_split_generation_is_counted_whole():
         f"trivet_time_to_first_token_seconds_count{{{SPLIT}}}": 1.0,
         'trivet_prefill_leg_seconds_sum{engine="prefill-0"}': 2.0,
         f"trivet_handover_seconds_sum{{{PAIR}}}": 0.5,
+        'trivet_decode_leg_seconds_sum{engine="decode-0"}': 3.25,
     }
     assert {name: found.get(name) for name in expected} == expected
 
@@ -129,7 +132,10 @@ def test_outcomes_are_told_apart(changes, outcome):
         ({"first_token_s": None}, ["trivet_time_to_first_token_seconds"]),
         ({"decode_first_s": None}, ["trivet_handover_seconds"]),
         ({"prefill_end_s": None}, ["trivet_prefill_leg_seconds", "trivet_handover_seconds"]),
-        ({"decode_engine": None}, ["trivet_handover_seconds"]),
+        ({"decode_engine": None}, ["trivet_handover_seconds", "trivet_decode_leg_seconds"]),
+        ({"decode_start_s": None}, ["trivet_decode_leg_seconds"]),
+        ({"end_s": None}, ["trivet_decode_leg_seconds"]),
+        ({}, ["trivet_inter_token_latency_seconds"]),  # an answer of one chunk
     ],
 )
 def test_what_a_generation_did_not_reach_is_not_observed(changes, missing):
@@ -197,6 +203,45 @@ def test_every_metric_has_a_help_text_and_trivets_name():
     assert [name for name, words in helped if not words.strip()] == []
 
 
+def gaps_of(*waits_s: float, tokens: int = 1) -> Gaps:
+    """What an answer's chunks leave, each of so many tokens."""
+    gaps, clock = Gaps(), 0.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trivet.journal.now_s", lambda: clock)
+        gaps.note(tokens)
+        for number, wait_s in enumerate(waits_s, 2):
+            clock += wait_s
+            gaps.note(tokens * number)
+    return gaps
+
+
+WAITS_S = (0.0005, 0.001, 0.0015, 0.02, 0.02, 0.7, 1.0, 30.0)
+
+
+@pytest.mark.parametrize(("size", "label"), [(1, "one"), (3, "several")])
+def test_buckets_counted_elsewhere_are_what_observing_each_would_have_counted(size, label):
+    metrics = GatewayMetrics()
+    metrics.ended(record(gaps=gaps_of(*WAITS_S, tokens=size)), OWNER)
+    metrics.ended(record(gaps=gaps_of(0.02, tokens=size)), OWNER)
+    registry = CollectorRegistry()
+    observed = Histogram(
+        "trivet_inter_token_latency_seconds", "x", ["served", "tokens"], buckets=GAP_BOUNDS_S, registry=registry
+    )
+    for wait_s in (*WAITS_S, 0.02):
+        observed.labels("split", label).observe(wait_s)
+    name = "trivet_inter_token_latency_seconds"
+    found = {one: value for one, value in samples(metrics).items() if one.startswith(name)}
+    expected = {one: value for one, value in parse(generate_latest(registry).decode()).items() if one.startswith(name)}
+    assert found == pytest.approx(expected)
+
+
+def test_retries_are_attempts_behind_the_first():
+    metrics = GatewayMetrics()
+    for attempts in (0, 1, 3, 2):
+        metrics.ended(record(attempts=attempts), OWNER)
+    assert samples(metrics)["trivet_retries_total"] == 3
+
+
 # several workers
 
 WORKER = """
@@ -213,7 +258,10 @@ metrics, engines = GatewayMetrics(), Engines(board=Board.open(board, worker))
 view = EngineView("decode-0", "decode", "http://127.0.0.1:1", True, slot=3)
 engines.update([view])
 for _ in range(generations):
-    metrics.ended(GenerationRecord("gen", 10, 0.0, finish_reason="stop"), None)
+    one = GenerationRecord("gen", 10, 0.0, finish_reason="stop")
+    for tokens in (1, 2, 3):
+        one.gaps.note(tokens)
+    metrics.ended(one, None)
 with engines.charge(view, 100):
     engines.board.write(Count.GENERATIONS, running)
     print("counted", flush=True)
@@ -261,6 +309,8 @@ def test_one_worker_tells_the_sum_of_all(tmp_path):
     served = 'outcome="stop",served="colocated"'
     assert found[f"trivet_generations_total{{{served}}}"] == 5.0
     assert found['trivet_tokens_total{kind="prompt"}'] == 50.0
+    gaps = 'trivet_inter_token_latency_seconds_bucket{le="+Inf",served="colocated",tokens="one"}'
+    assert found[gaps] == left[gaps] == 10.0
     assert found["trivet_generations_running"] == 5.0
     assert found['trivet_outstanding_tokens{engine="decode-0",tier="decode"}'] == 200.0
     assert found['trivet_engine_ready{engine="decode-0",tier="decode"}'] == 1.0

@@ -307,6 +307,20 @@ async def test_what_prefill_refuses_is_said_by_an_engine_that_has_the_clients_ow
     assert facts["reason"].startswith("prefill refused it")
 
 
+async def test_what_decode_refuses_of_a_body_that_is_not_the_clients_is_asked_again():
+    """Its body has the connector's parameters besides, and it may be the first that answers."""
+    p, d = (
+        prefill(),
+        decode(refusing(400, "9 items, messages is missing"), refusing(400, "8 items, messages is missing")),
+    )
+    async with gateway(p, d) as one:
+        response = await one.post()
+        facts = await one.facts(response)
+    assert (response.status_code, response.json()["error"]["message"]) == (400, "8 items, messages is missing")
+    assert ["kv_transfer_params" in call.body for call in d.calls[:2]] == [True, False]  # then the release
+    assert "decode refused it" in facts["reason"]
+
+
 async def test_what_only_prefill_refuses_is_served():
     p, d = prefill(refusing(400, "odd")), decode()
     async with gateway(p, d) as one:

@@ -1,6 +1,7 @@
 """The worker's program in a process of its own; only vLLM's application in it is replaced by a few lines."""
 
 import asyncio
+import gc
 import io
 import json
 import os
@@ -18,7 +19,7 @@ import pytest
 from helpers.engines import DONE, FakeEngine, chunk, hanging, json_answer, listening, speaking, streaming, usage, whole
 from helpers.processes import left_of
 from trivet.gateway.shared import SharedConfig
-from trivet.gateway.worker import WorkerConfig, report
+from trivet.gateway.worker import WorkerConfig, _spare_collections, report
 from trivet.topology.model import Limits, Split
 
 WAIT_S = 10.0
@@ -35,6 +36,8 @@ CONFIG = WorkerConfig(
     allow=("request_id",),
     split=Split(min_uncached_tokens=9),
     tell_served=False,
+    otlp="http://collector:4318",
+    log_format="json",
     shared=SharedConfig(1, 7, (8, 9), "/run/ü"),
 )
 
@@ -62,6 +65,17 @@ def test_a_report_is_one_line():
     os.close(writer)
     with open(reader) as lines:
         assert [json.loads(line) for line in lines] == [{"failed": "two\nlines", "mend": None}]
+
+
+def test_the_collector_leaves_alone_what_was_loaded():
+    thresholds = gc.get_threshold()
+    try:
+        _spare_collections()
+        assert gc.get_freeze_count() > 1000
+        assert gc.get_threshold() == (10_000, *thresholds[1:])
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)
 
 
 # the program
@@ -234,6 +248,25 @@ async def test_a_worker_of_the_text_plane_needs_no_front_end(tmp_path, client):
             assert (answered.status, await answered.json()) == (200, {"choices": []})
         assert engine.calls[0].raw == b'{"prompt":  "Hi"}'
     assert not (tmp_path / "flags").exists()
+
+
+async def test_a_worker_writes_json_and_serves_without_its_collector(tmp_path, client):
+    values = {"plane": "text", "log_format": "json", "otlp": "http://127.0.0.1:1"}
+    answer = json_answer({"choices": []})
+    async with FakeEngine("mixed-0", "mixed", answer) as engine, worker_of(tmp_path, **values) as worker:
+        await worker.word()
+        worker.tell(facts(engine))
+        await until(lambda: ready(client, worker))
+        async with client.post(f"{worker.url}/v1/completions", json={"prompt": "secret"}) as answered:
+            assert answered.status == 200
+        assert engine.calls[0].headers["traceparent"].startswith("00-")
+        worker.process.stdin.close()
+        assert await worker.ended() == 0
+        written = (await worker.process.stdout.read()).decode()
+    lines = [json.loads(line) for line in written.splitlines()]
+    (request,) = [line for line in lines if line["logger"] == "trivet.request"]
+    assert (request["path"], request["status"]) == ("/v1/completions", 200)
+    assert "secret" not in written
 
 
 async def test_a_worker_keeps_to_its_limits(tmp_path, client):

@@ -679,6 +679,16 @@ async def test_an_answer_of_which_only_the_end_is_missing_is_at_its_end():
     assert "decode" not in e.legs()
 
 
+async def test_that_is_so_behind_the_last_attempt_as_well(monkeypatch):
+    monkeypatch.setattr(life, "_NOTICE_S", 0.0)
+    engines = [mixed(streaming(chunk(token), cut=True), name=f"mixed-{token}") for token in (5, 6, 7)]
+    async with serving(*engines) as service:
+        chunks = await service.ask(sampling={"max_tokens": 3, "temperature": 0.0})
+    assert sorted(tokens_of(chunks)) == [5, 6, 7]
+    assert chunks[-1].finish_reason == "length"
+    assert (service.record.attempts, service.record.error) == (3, None)
+
+
 async def test_an_engine_that_broke_off_is_asked_once_more_where_it_is_the_only_one():
     d = decode(streaming(chunk(5), cut=True), speaking(6))
     async with serving(prefill(), d) as service:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.engines import (
@@ -493,7 +493,7 @@ async def test_a_release_is_one_token_of_the_same_prompt(engine, leg):
 def test_only_a_stream_says_something_before_its_end(stream, once):
     ask = ask_of(body={"stream": stream})
     assert (ask.is_told_at_once(None), ask.is_told_at_once(PARAMS)) == (once, once)
-    assert ask.prefill_speaks_for_decode is False
+    assert ask.legs_speak_for_client is False
 
 
 @pytest.mark.parametrize(("streamed", "told"), [(False, True), (True, False)])
@@ -550,16 +550,18 @@ async def test_a_refusal_keeps_the_engines_whole_json(engine, leg):
 TOKEN_EVENTS = [
     b'data: {"id":"c-1","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":"@"},'
     b'"logprobs":null,"finish_reason":null}]}\n\n',
-    b'data: {"choices":[{"index":0,"text":"@","logprobs":null,"finish_reason":null,"stop_reason":null}],"usage":null}\n\n',
+    b'data: {"choices":[{"index":0,"text":"@","logprobs":null,'
+    b'"finish_reason":null,"stop_reason":null}],"usage":null}\n\n',
     b'data: {"choices": [{"delta": {"reasoning": "@", "content": null}, "finish_reason": null}]}\n\n',
     b'data: {"choices":[{"delta":{"tool_calls":[{"function":{"arguments":"@"}}]}}],"error":null}\n\n',
 ]
 SPLINTERS = st.sampled_from(
     [
-        *('"', "\\", '\\"', "\\\\", "\\n", "\\u0041", "\\ud800", "\\u", "\\x", "\n", "\n\n", "\r", "\t", "\0", "\x7f", "@"),
+        *('"', "\\", '\\"', "\\\\", "\\n", "\\u0041", "\\ud800", "\\u", "\\x"),
+        *("\n", "\n\n", "\r", "\t", "\0", "\x7f", "@", "{", "é", "\U0001f600", "\u2028"),
         *('"finish_reason":"stop"', '"finish_reason":null', '"usage":{"prompt_tokens":1}', '"error":{"code":400}'),
-        *('"}', '"}]}', '"},"finish_reason":"error"', '","content":"', 'content":"', '"text": "', "data: [DONE]", "{", "é"),
-        *('"}}],"usage":{"prompt_tokens":3,"completion_tokens":2}}\n\n', 'data: {"error":1}\n\n', "\U0001f600", "\u2028"),
+        *('"}', '"}]}', '"},"finish_reason":"error"', '","content":"', 'content":"', '"text": "', "data: [DONE]"),
+        *('"}}],"usage":{"prompt_tokens":3,"completion_tokens":2}}\n\n', 'data: {"error":1}\n\n'),
     ]
 )
 SAID = st.lists(SPLINTERS | st.text(max_size=4), max_size=5).map(lambda parts: "".join(parts).encode(errors="replace"))
@@ -573,6 +575,7 @@ def parsed(event: bytes, tokens: text._TokenEvents | None = None) -> TextPiece |
         return f"{error} {error.status}"
 
 
+@settings(deadline=None)
 @given(st.sampled_from(TOKEN_EVENTS), st.lists(RAW, min_size=1, max_size=4))
 def test_what_is_known_is_what_parsing_would_find(form, said):
     tokens = text._TokenEvents()
@@ -584,6 +587,7 @@ def test_what_is_known_is_what_parsing_would_find(form, said):
         parsed(event, tokens)  # which may learn from it, whatever it is
 
 
+@settings(deadline=None)
 @given(st.sampled_from(TOKEN_EVENTS), RAW, RAW, st.integers(0, 10**6), st.integers(0, 10**6), RAW)
 def test_nor_can_anything_else_be_taken_for_it(form, first, second, at, cut, splinter):
     tokens = text._TokenEvents()
@@ -609,6 +613,7 @@ EVENTS = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(EVENTS, EVENTS, st.sampled_from(["content", "text"]), st.booleans(), RAW)
 def test_whatever_it_was_learned_from(around, within, name, first, said):
     choice = {**(within if isinstance(within, dict) else {"finish_reason": within}), name: "@"}
@@ -645,6 +650,24 @@ def test_tokens_are_known_by_the_one_before(form, said):
 def test_nothing_is_learned_from_events_with_more_in_them(more):
     event, tokens = sse(delta("a", **more)), text._TokenEvents()
     parsed(event, tokens)
+    assert not tokens.know(event)
+
+
+@pytest.mark.parametrize("form", TOKEN_EVENTS)
+def test_one_quote_does_not_both_begin_and_end_a_string(form):
+    tokens = text._TokenEvents()
+    parsed(form, tokens)
+    event = form.replace(b'"@"', b'"')
+    assert not tokens.know(event)
+    assert parsed(event) == "e: sent an event that is not JSON 502"
+
+
+def test_events_that_differ_in_more_are_soon_left_to_the_parser():
+    tokens = text._TokenEvents()
+    for number in range(20):
+        event = sse(delta("a", number=number))
+        assert not tokens.know(event)
+        assert parsed(event, tokens) == TextPiece(event, tokens=1)
     assert not tokens.know(event)
 
 

@@ -200,3 +200,112 @@ async def test_an_engine_that_left_is_gone_whatever_is_counted():
     watching.count()
     with pytest.raises(LegError, match="out of service"):
         await waiting(watching)
+
+
+# one timer for all waits of a leg
+
+
+@pytest.fixture
+async def timers(monkeypatch):
+    """Timers that were set, with their seconds."""
+    found: list[float] = []
+    loop = asyncio.get_running_loop()
+    real = loop.call_at
+
+    def call_at(when_s, *more, **others):
+        found.append(round(when_s - loop.time(), 2))
+        return real(when_s, *more, **others)
+
+    monkeypatch.setattr(loop, "call_at", call_at)
+    return found
+
+
+async def test_waits_share_a_timer(timers):
+    one = Watch("decode-0", Patience(silence_s=100, deadline_s=now_s() + 200))
+    for _ in range(50):
+        async with one:
+            await asyncio.sleep(0)
+    assert timers == [100]
+    one.close()
+
+
+async def test_the_timer_of_an_earlier_wait_is_set_anew_for_the_rest(timers):
+    one = Watch("decode-0", Patience(silence_s=0.2))
+    async with one:
+        timers.clear()
+        await asyncio.sleep(0.12)
+    began_s = now_s()
+    await fault_of(waiting(one))
+    assert 0.19 <= now_s() - began_s < 5
+    assert min(timers) == pytest.approx(0.12, abs=0.06)
+
+
+async def test_between_waits_no_time_passes():
+    """Whoever reads the answer may be slow."""
+    one = Watch("decode-0", Patience(silence_s=0.05))
+    for _ in range(3):
+        async with one:
+            pass
+        await asyncio.sleep(0.1)
+
+
+async def test_a_deadline_ends_a_later_wait():
+    one = Watch("decode-0", Patience(silence_s=5, deadline_s=now_s() + 0.2))
+
+    async def read() -> None:
+        for _ in range(100):
+            async with one:
+                await asyncio.sleep(0.02)
+
+    with pytest.raises(ServingError, match="deadline"):
+        await read()
+
+
+async def test_silence_that_begins_to_count_may_be_nearer_than_the_deadline():
+    one = Watch("decode-0", Patience(silence_s=0.05, deadline_s=now_s() + 5), counting=False)
+    async with one:
+        await asyncio.sleep(0)
+    one.count()
+    assert (await fault_of(waiting(one))).problem == "said nothing for 0.05 s"
+
+
+async def test_an_engine_may_leave_in_any_wait():
+    one = Watch("decode-0", Patience(silence_s=WAIT_S))
+    async with one:
+        await asyncio.sleep(0)
+    task = asyncio.create_task(waiting(one))
+    await asyncio.sleep(0)
+    one.leave()
+    assert (await fault_of(task)).problem == "went out of service"
+
+
+async def test_a_wait_that_ends_as_the_engine_leaves_is_not_ended_later():
+    one = Watch("decode-0", PATIENT)
+    async with one:
+        one.leave()
+    await asyncio.sleep(0.01)  # nobody cancels who waits for other things
+
+
+@pytest.mark.parametrize("silence_s", [0.05, None])
+async def test_the_deadline_of_one_task_does_not_end_another(silence_s):
+    """A leg's first wait may be another task's."""
+    problems: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, problem: problems.append(problem))
+    one = Watch("decode-0", Patience(silence_s, now_s() + 0.1))
+
+    async def begin() -> None:
+        async with one:
+            await asyncio.sleep(0)
+
+    await asyncio.create_task(begin())
+    await asyncio.sleep(0.2)
+    assert problems == []
+
+
+async def test_no_timer_outlives_a_leg():
+    loop, engines = asyncio.get_running_loop(), Engines()
+    engines.update([VIEW])
+    with watch(engines, VIEW, Patience(silence_s=1000)) as one:
+        async with one:
+            await asyncio.sleep(0)
+    assert not [timer for timer in loop._scheduled if not timer.cancelled() and timer.when() > loop.time() + 900]

@@ -21,6 +21,17 @@ def problem(model, **fields) -> str:
     return caught.value.errors()[0]["msg"]
 
 
+@pytest.mark.parametrize("url", ["collector:4318", "grpc://c", "http://", "http://a b", "http://c?x"])
+def test_a_collector_has_a_url(url):
+    assert "a collector's URL looks like http://host:4318" in problem(Gateway, otlp=url)
+    assert Gateway(otlp="http://collector:4318").otlp == "http://collector:4318"
+
+
+def test_a_log_is_text_or_json():
+    assert [Gateway().log_format, Gateway(log_format="json").log_format] == ["text", "json"]
+    assert "'text' or 'json'" in problem(Gateway, log_format="xml")
+
+
 @pytest.mark.parametrize(
     ("written", "expected"),
     [

@@ -117,10 +117,13 @@ class DecodeEngine:
 
     def receive(self, prefill: FakePrefill, name: str, tokens: int, *, first: bool = True, **kind: Any) -> Request:
         """A request comes whose KV is to come from prefill, in a transfer of its name."""
-        params = {"do_remote_prefill": True, "transfer_id": name, "first_token": first}
-        request = self.add(name, tokens, {**params, "prefill_address": prefill.address}, **kind)
+        request = self._ask(prefill, name, tokens, first=first, **kind)
         prefill.opened(name)
         return request
+
+    def _ask(self, prefill: FakePrefill, name: str, tokens: int, *, first: bool, **kind: Any) -> Request:
+        params = {"do_remote_prefill": True, "transfer_id": name, "first_token": first}
+        return self.add(name, tokens, {**params, "prefill_address": prefill.address}, **kind)
 
     def step(self) -> StepPlan:
         """One step. Whoever has its whole prompt makes a token, 7."""
@@ -173,6 +176,23 @@ class DecodeEngine:
     def heard(self, name: str, look: Callable[[Any], Any]) -> None:
         """Waits until the link's thread has heard something of a transfer, unless that has ended."""
         until(lambda: (one := self.side._incoming.get(name)) is None or look(one), f"word of {name}")
+
+    def hand_over(self, prefill: FakePrefill, name: str, tokens: int, **kind: Any) -> Request:
+        """A request comes that prefill is done with already. What decode says of it is not looked at."""
+        request = self._ask(prefill, name, tokens, first=True, **kind)
+        self.announce(prefill, name)
+        self.first(prefill, name)
+        return request
+
+    def steps_beside(self, add: Callable[[str], Any], name: str, steps: int) -> None:
+        """Steps until a request ends, while ``add`` sees to it that two others run and one waits behind it."""
+        for number in range(steps):
+            for other in range(3 - sum(one != name for one in self.scheduler.requests)):
+                add(f"later-{number}-{other}")
+            self.step()
+            if name in self.ended:
+                return
+        raise AssertionError(f"{name} did not end in {steps} steps; {len(self.ended)} others did")
 
     def announce(self, prefill: FakePrefill, name: str) -> None:
         """Prefill schedules the prompt's first chunk."""

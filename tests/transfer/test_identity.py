@@ -1,8 +1,15 @@
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import vllm
+from transformers import PretrainedConfig
 from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
@@ -114,6 +121,57 @@ def test_a_difference_of_the_models_config_names_the_setting(own, other, said):
     assert told.endswith("; start both with the same model files and --hf-overrides")
     assert len(told) < 500
     assert [decode(encode(Hello(PROTOCOL, "e", one))).identity for one in facts] == facts
+
+
+class Opaque:
+    """Its text tells where it lies."""
+
+
+SAYS_LETTERS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from transfer.test_identity import Opaque, caches, config, FULL, identity
+hf = {"letters": set("abcdefgh"), "pairs": {frozenset("xyz"), frozenset("uvw")}, "one": Opaque(),
+      "some": [1, Opaque(), {"in": Opaque(), Opaque(): 1, 2: 3}], "type": type("x", (), {})}
+print({name: fact for name, fact in identity(config(hf=hf), caches(FULL)).items() if name.startswith("config")})
+"""
+
+
+def test_a_config_says_the_same_in_every_process():
+    """Sets have another order in each, and objects that are no JSON another address."""
+    told = set()
+    for seed in ("1", "2", "3"):
+        words = [sys.executable, "-c", SAYS_LETTERS, str(Path(__file__).parents[1])]
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        told.add(subprocess.run(words, env=environment, check=True, capture_output=True, text=True).stdout)
+    (facts,) = told
+    assert ast.literal_eval(facts.splitlines()[-1]) == {
+        "config.letters": json.dumps([*"abcdefgh"]),
+        "config.pairs": json.dumps([[*"uvw"], [*"xyz"]]),
+        "config.some": '[1, {"2": 3}]',
+    }
+
+
+class NeedsArguments(PretrainedConfig):
+    """As a model's own code may have it."""
+
+    model_type = "theirs"
+
+    def __init__(self, width, **more):
+        self.width = width
+        super().__init__(**more)
+
+
+def test_a_config_that_cannot_be_made_without_arguments_is_compared_as_well():
+    facts = []
+    for width in (8, 16):
+        own = config()
+        own.model_config.hf_config = NeedsArguments(width)
+        with pytest.raises(TypeError):
+            own.model_config.hf_config.to_diff_dict()
+        facts.append(identity(own, caches(FULL)))
+    assert "model config (width): 8 and 16" in difference(*facts)
+    assert difference(facts[0], facts[0]) is None
 
 
 @pytest.mark.parametrize("name", ["_name_or_path", "transformers_version"])

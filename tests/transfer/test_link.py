@@ -494,6 +494,35 @@ def test_descriptors_that_come_are_not_for_programs_that_are_started_here(client
     os.close(read)
 
 
+def test_no_descriptor_is_given_to_two_who_take_them_at_once():
+    """Each closes what it takes, and by then the number may be another file's."""
+    both = threading.Barrier(2)
+
+    class Slow(Connection):
+        @property
+        def _files(self):
+            files = self.files
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.2)
+            return files
+
+        @_files.setter
+        def _files(self, files):
+            self.files = files
+
+    own, other = socket.socketpair()
+    connection, took = Slow(own), []
+    connection.files = [77]
+    threads = [threading.Thread(target=lambda: took.extend(connection.take_files())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert took == [77]
+    connection.close()
+    other.close()
+
+
 @pytest.mark.parametrize("each", [1, 5])
 def test_who_sends_more_descriptors_than_a_message_has_is_cut_off_and_they_are_closed(folder, caplog, each):
     def serve(connection):

@@ -22,6 +22,7 @@ ALL = [
     messages.First("t", None),
     messages.Lost("t", "ünbekannt"),
     messages.Lost("t", "they differ", first_comes=True),
+    messages.Lost("t", "it was spoilt", attempt=3),
     messages.Try("engine", "host boot", "shm"),
     messages.Offer("cuda_p2p", {"slots": 8, "slot_bytes": 2**25, "handle": bytes(range(64))}),
     messages.Cannot("pinned", "no memory"),

@@ -121,6 +121,7 @@ def test_everything_is_sent_once_in_order_and_never_before_it_is_computed(case, 
                 return
             ranges = case.check(cut)
             coverage.sent(cut)
+            arrivals.check(cut.layers, ranges)
             arrivals.came(cut.layers, ranges)
             for layer in cut.layers:
                 sent[layer] += indexes(ranges)
@@ -238,7 +239,7 @@ def test_where_nothing_is_wanted_all_is_there_at_once():
 def test_a_piece_that_is_not_what_is_missing_next_is_refused(ranges):
     arrivals = Arrivals([0, 0], [[(0, 2), (3, 4)]])
     with pytest.raises(ValueError, match="layer 0 was sent blocks"):
-        arrivals.came([0, 1], ranges)
+        arrivals.check([0, 1], ranges)
     assert list(arrivals.missing()) == [(0, 3), (1, 3)]
 
 
@@ -246,6 +247,9 @@ def test_a_piece_that_comes_twice_is_refused():
     arrivals = Arrivals([0], [[(0, 4)]])
     arrivals.came([0], [(0, 2)])
     with pytest.raises(ValueError, match="behind its first 2"):
-        arrivals.came([0], [(0, 2)])
-    arrivals.came([0], [[2, 4]])  # as it is in a message
+        arrivals.check([0], [(0, 2)])
+    with pytest.raises(ValueError, match="twice"):
+        arrivals.check([0, 0], [(2, 4)])
+    arrivals.check([0], [[2, 4]])  # as it is in a message
+    arrivals.came([0], [[2, 4]])
     assert arrivals.is_complete()

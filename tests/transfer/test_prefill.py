@@ -379,6 +379,31 @@ def test_a_name_may_be_used_again_once_its_transfer_has_ended(prefill, decode):
     assert decode.next(Announce) == Announce("t")
 
 
+@pytest.mark.parametrize("dropped", ["aborted", "taken"])
+def test_a_name_is_not_used_again_in_the_step_that_drops_its_transfer(prefill, decode, dropped):
+    """The workers, told of both at once, would drop the new one."""
+    if dropped == "aborted":
+        request = prefill.ask()
+        prefill.plan((request, 20))
+        request.status = RequestStatus.FINISHED_ABORTED
+        prefill.side.request_finished(request)
+    else:
+        decode.send(Open("t"))
+        decode.settle()
+        prefill.answer()
+        decode.next(Announce)
+        decode.next(First)
+        decode.send(Close("t", has_all=True))
+        decode.settle()
+    second = prefill.ask(name="r2")
+    plan = prefill.plan((second, 40))
+    assert (plan.chunks, plan.dropped) == ((), ("t",))
+    end(second)
+    assert prefill.side.request_finished(second) == (False, None)
+    third = prefill.ask(name="r3")
+    assert [chunk.request_id for chunk in prefill.plan((third, 40)).chunks] == ["r3"]
+
+
 @pytest.mark.parametrize("opened", MODES)
 def test_kv_of_another_prompt_is_never_handed_over(prefill, decode, opened):
     """Neither it nor its token, whoever mixed up the ids; the right decode engine is served all the same."""

@@ -256,6 +256,18 @@ def test_what_is_given_up_while_it_is_asked_for_is_stopped_behind_that(scripted,
     assert [(type(one), one.attempt) for one in scripted.heard[2:]] == [(Want, 0), (Stop, 0), (Want, 1)]
 
 
+def test_where_no_thread_is_left_the_request_ends_and_not_the_engine(prefill, decode, monkeypatch):
+    def fails(thread):
+        raise RuntimeError("can't start new thread")
+
+    prompt = Prompt("a", 100)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fails)
+        receive = decode.want(prompt, prefill)
+    assert stops(decode, prompt, receive) == "receiving failed: can't start new thread"
+    lands(prefill, decode, "later")
+
+
 @pytest.mark.parametrize("stands", [False, True])
 def test_nothing_is_kept_of_a_transfer_of_which_nothing_is_wanted(scripted, decode, stands):
     other = decode.want(Prompt("other", 100), scripted.path)
@@ -317,7 +329,15 @@ def test_a_fault_of_one_transfer_ends_it_with_its_reason_and_nothing_else(prefil
 
 @pytest.mark.parametrize(
     "changes",
-    [{"group": 3}, {"layers": [77]}, {"bytes": 8}, {"ranges": [(5, 9)]}, {"ranges": [(4, 5)]}, {"slot": 500}],
+    [
+        {"group": 3},
+        {"layers": [77]},
+        {"layers": [0, 0]},
+        {"bytes": 8},
+        {"ranges": [(5, 9)]},
+        {"ranges": [(4, 5)]},
+        {"slot": 500},
+    ],
     ids=str,
 )
 def test_a_piece_that_makes_no_sense_ends_its_transfer_alone(scripted, decode, changes):
@@ -332,6 +352,37 @@ def test_a_piece_that_makes_no_sense_ends_its_transfer_alone(scripted, decode, c
     decode.wait(good)
     until(lambda: scripted.said(Got) == [Got("good", 0)])
     assert len(scripted.said(Took)) == 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ranges": [(0, 1)]},
+        {"ranges": [(0, 1), (3, 4)]},
+        {"ranges": [(4, 5)]},
+        {"ranges": [(3, 4)], "layers": [0, 0]},
+        {"ranges": [(3, 4)], "layers": [0, 2]},
+        {"ranges": [(3, 4)], "layers": [2]},
+        {"ranges": [(3, 4)], "group": 1},
+        {"ranges": [(3, 4)], "layers": [0, 77]},
+    ],
+    ids=str,
+)
+def test_a_piece_that_names_what_it_must_not_changes_no_page(folder, scripted, changes):
+    """Blocks that were not asked for are others' as well: a cached prefix."""
+    with DecodeWorker(folder, groups=(0, 0, 1)) as decode:
+        before = [layer.rows.clone() for layer in decode.pages.layers]
+        prompt = Prompt("a", 100)
+        decode.want(prompt, scripted.path, cached=3)
+        until(lambda: scripted.said(Want))
+        own = {"group": 0, "layers": [0], **changes}
+        blocks = sum(end - start for start, end in own["ranges"])
+        scripted.staging.write(0, 8 * BLOCK_BYTES, lambda memory: memory.fill_(7))
+        scripted.piece("a", blocks, bytes=decode.pages.bytes_of([min(one, 2) for one in own["layers"]], blocks), **own)
+        assert decode.wait_stopped(prompt).startswith("prefill sent a piece o")
+        assert all(torch.equal(layer.rows, old) for layer, old in zip(decode.pages.layers, before, strict=True))
+        (peer,) = decode.receiver._peers.values()
+        assert not peer._faults
 
 
 def test_blocks_are_not_free_before_all_that_was_launched_into_them_is_done(prefill, decode, monkeypatch):
@@ -359,6 +410,23 @@ def test_what_prefill_loses_ends_with_its_reason(scripted, decode):
     until(lambda: scripted.said(Stop) == [Stop("lost", 0)])
     scripted.piece("other", 1, layers=list(range(6)))
     decode.wait(other)
+
+
+@pytest.mark.parametrize("attempt", [0, 1, None])
+def test_the_loss_of_a_former_attempt_does_not_end_the_next(scripted, decode, attempt):
+    """It was said before prefill heard of the next one."""
+    prompt, other = Prompt("a", 16), Prompt("other", 16)
+    decode.want(prompt, scripted.path, attempt=1)
+    decode.want(other, scripted.path)
+    until(lambda: len(scripted.said(Want)) == 2)
+    scripted.connection.send(Lost("a", "prefill could not send it", attempt=attempt))
+    scripted.piece("a", 1, layers=list(range(6)), attempt=1)
+    if attempt == 0:
+        decode.wait(prompt)
+        assert not scripted.said(Stop)
+    else:
+        assert decode.wait_stopped(prompt) == "prefill could not send it"
+        until(lambda: scripted.said(Stop) == [Stop("a", 1)])
 
 
 def test_a_window_that_cannot_be_closed_strands_nobody(prefill, decode, monkeypatch):

@@ -9,10 +9,12 @@ import torch
 from transfer.waiting import until
 from transfer.workers import BLOCK_BYTES, DecodeWorker, PrefillWorker, Prompt, Talker, kv
 from trivet.transfer import sender as module
+from trivet.transfer.link import Listener
 from trivet.transfer.messages import Lost, Piece, Stop, Took
 from trivet.transfer.movers.shm import ShmStaging, ShmWindow
 from trivet.transfer.pieces import Coverage
 from trivet.transfer.plan import Chunk, StepPlan
+from trivet.transfer.slots import Slots
 
 
 @pytest.fixture
@@ -44,12 +46,12 @@ def slots(prefill):
     return prefill.sender._pools["shm"].slots
 
 
-def heard(prefill, talker):
+def heard(prefill, talker, mark="mark"):
     """Until all that the talker has said was heard."""
-    talker.want("mark", (0, 1))
-    until(lambda: any("mark" in peer.early for peer in list(prefill.sender._peers)))
-    talker.connection.send(Stop("mark", 0))
-    until(lambda: not any("mark" in peer.early for peer in list(prefill.sender._peers)))
+    talker.want(mark, (0, 1))
+    until(lambda: any(mark in peer.early for peer in list(prefill.sender._peers)))
+    talker.connection.send(Stop(mark, 0))
+    until(lambda: not any(mark in peer.early for peer in list(prefill.sender._peers)))
 
 
 def lands(prefill, decode, name, tokens=100):
@@ -139,12 +141,35 @@ def test_what_left_before_a_layer_turned_out_to_run_twice_is_lost(prefill, decod
     run_twice(prefill, prompt)
     while isinstance(answer := talker.hear(), Piece):
         talker.took(answer)
-    assert answer == Lost("a", "prefill sent layers before they were final")
+    assert answer == Lost("a", "prefill sent layers before they were final", attempt=0)
     later = Prompt("b", 100)
     decode.want(later, prefill)
     run_twice(prefill, later)
     decode.wait(later)
     decode.check()
+
+
+def test_the_last_layers_do_not_leave_before_it_is_known_that_none_runs_twice(prefill, decode, talk):
+    """A transfer that was complete could not be taken back."""
+    lands(prefill, decode, "once")
+    talker, prompt = talk(), Prompt("a", 100)
+    talker.want("a", (0, 7))
+    talker.want("mark", (0, 1))
+    heard(prefill, talker, "mark-2")
+    prefill.compute((Prompt("mark", 16), 10))
+    prefill.sender.begin(StepPlan(chunks=(prefill.chunk(prompt),)))
+    for layer in prefill.pages.layers:
+        prefill.sender.layer_done(layer.name)
+    prefill.sender._launched.put(module._Spoiled(("mark",), "all that was told of so far has left"))
+    left = set()
+    while isinstance(answer := talker.hear(), Piece):
+        left.update(answer.layers)
+        talker.took(answer)
+    assert answer.transfer == "mark"
+    assert left == set(range(5))
+    prefill.sender.layer_done(prefill.pages.layers[0].name)
+    prefill.sender.step_done()
+    assert talker.hear() == Lost("a", "prefill sent layers before they were final", attempt=0)
 
 
 # wants that come early
@@ -154,10 +179,10 @@ def test_what_is_wanted_early_is_refused_by_name_where_there_is_too_much_of_it(p
     monkeypatch.setattr(module, "_MOST_EARLY", 3)
     talker = talk()
     for number in (0, 1, 0, 2, 3, 4):
-        talker.want(f"t{number}", (0, 1))
+        talker.want(f"t{number}", (0, 1), attempt=number)
     lost = [talker.hear() for _ in range(2)]
     assert [type(one) for one in lost] == [Lost, Lost]
-    assert [one.transfer for one in lost] == ["t1", "t0"]
+    assert [(one.transfer, one.attempt) for one in lost] == [("t1", 1), ("t0", 0)]
     prompts = [Prompt(f"t{number}", 16) for number in range(5)]
     prefill.compute(*prompts)
     assert {talker.hear().transfer for _ in range(3)} == {"t2", "t3", "t4"}
@@ -238,6 +263,26 @@ def test_a_thread_that_nobody_owes_a_slot_sleeps_until_it_is_spoken_to(prefill, 
     lands(prefill, decode, "a")
     until(lambda: not slots(prefill).lent)
     assert prefill.sender._patience_s() is None
+
+
+def test_slots_are_not_free_before_the_connection_of_who_held_them_is_closed(prefill, talk, gate, monkeypatch):
+    """Decode sees by its connection that what it reads in them is void."""
+    ending = gate(Listener, "_end")
+    leaving, leave = [], Slots.leave
+
+    def left(self, peer):
+        leaving.append((sum(one is peer for one in self.lent.values()), peer.connection.closed))
+        leave(self, peer)
+
+    monkeypatch.setattr(Slots, "leave", left)
+    talker = talk()
+    talker.want("a", (0, 7))
+    prefill.compute(Prompt("a", 100))
+    for _ in range(6):
+        talker.hear()
+    talker.connection._socket.sendall(b"\0\0\0\1\xc1")  # no message
+    until(lambda: ending.holds)
+    assert until(lambda: leaving) == [(6, True)]
 
 
 def test_what_decode_read_after_it_was_cut_off_does_not_land(folder, gate):
@@ -342,7 +387,7 @@ def test_a_want_that_makes_no_sense_is_answered_by_name(prefill, decode, talk, a
     for attempt in range(attempts):
         talker.connection.send(module.Want("a", attempt, []))
         answer = talker.hear()
-        assert (type(answer), answer.transfer) == (Lost, "a")
+        assert (type(answer), answer.transfer, answer.attempt) == (Lost, "a", attempt)
         assert "0 cache groups" in answer.why
     lands(prefill, decode, "b")
 
@@ -402,7 +447,7 @@ def test_what_another_engine_asks_for_is_lost_to_the_first(prefill, decode, talk
     prefill.compute((prompt, 10))
     until(lambda: prefill.sender._transfers.get("a"))
     decode.want(prompt, prefill)
-    assert talker.hear() == Lost("a", "another decode engine has asked for it")
+    assert talker.hear() == Lost("a", "another decode engine has asked for it", attempt=0)
     prefill.compute(prompt)
     decode.wait(prompt)
     decode.check()

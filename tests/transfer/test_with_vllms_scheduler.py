@@ -187,6 +187,50 @@ def test_who_waits_for_blocks_does_not_keep_those_from_going_on_who_have_their_k
     engine.steps_until(engine.is_idle, "idleness")
 
 
+@pytest.mark.parametrize("tokens", [6 * BLOCK, 6 * BLOCK - 1])
+def test_plain_requests_that_keep_coming_do_not_starve_one_that_waits_for_blocks(make, prefill, tokens):
+    """Two of them fill the pool and end at different times: what one gives back must not go to the next of them."""
+    engine = make(12)
+    salts = itertools.count(2)
+
+    def plain(name):
+        engine.add(name, 5 * BLOCK + 1, salt=next(salts), max_tokens=10)
+
+    plain("one")
+    for _ in range(6):
+        engine.step()
+    plain("two")
+    engine.step()
+    engine.hand_over(prefill, "a", tokens, salt=1)
+    engine.steps_beside(plain, "a", steps=100)
+    assert engine.ended["a"] == "length"
+
+
+def test_later_requests_do_not_starve_one_of_whose_prompt_a_part_is_cached(make, prefill):
+    """Whether that part is in use anyway is not known. Here it is, and what is lacking beside it must come back."""
+    engine = make(13)
+    engine.add("warm", BLOCK + 1, salt=1, max_tokens=2)
+    engine.step()
+    manager = engine.scheduler.kv_cache_manager
+    shared = manager.coordinator.single_type_managers[0].req_to_blocks["warm"][0]
+    manager.block_pool.touch([shared])  # a system prompt that others have as well
+    engine.steps_until(lambda: "warm" in engine.ended, "its end")
+    salts = itertools.count(2)
+
+    def other(name):
+        engine.hand_over(prefill, name, 5 * BLOCK + 1, salt=next(salts), max_tokens=11)
+
+    other("one")
+    for _ in range(8):
+        engine.step()
+    other("two")
+    for _ in range(2):
+        engine.step()
+    engine.hand_over(prefill, "a", 7 * BLOCK, salt=1)
+    engine.steps_beside(other, "a", steps=100)
+    assert engine.ended["a"] == "length"
+
+
 @pytest.mark.parametrize("window", [None, 2 * BLOCK])
 def test_first_tokens_find_a_block_in_each_group(make, prefill, window):
     """Prompts that fill their last blocks, more of them than fit: each must be able to go on."""

@@ -9,7 +9,7 @@ import hmac
 import json
 import re
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs
@@ -19,13 +19,14 @@ import orjson
 from trivet.fleet import probe
 from trivet.gateway.admission import Admission
 from trivet.gateway.metrics import GatewayMetrics, Gauges
+from trivet.gateway.readiness import why_not_ready
 from trivet.gateway.siblings import Records, listed
+from trivet.gateway.spans import Tracing
 from trivet.journal import Journal, RequestRecord, current_request, now_s
 from trivet.legs.ending import end
 from trivet.legs.life import Legs
 from trivet.render.contract import ServingError
 from trivet.routing.board import Count
-from trivet.routing.choose import choose
 from trivet.routing.engines import Engines
 from trivet.surface.http import (
     ASGIApp,
@@ -115,6 +116,9 @@ class GatewayApp:
         guards_itself: bool = True,
         journal: Journal | None = None,
         records: Records | None = None,
+        stopping: Callable[[], bool] = lambda: False,
+        answered: Callable[[RequestRecord], None] = lambda _: None,
+        tracing: Tracing | None = None,
     ) -> None:
         """
         Args:
@@ -124,6 +128,9 @@ class GatewayApp:
             guards_itself: ``frontend`` asks for the keys on its API by itself.
             journal: where this worker's requests are noted.
             records: what ``/trivet/requests`` answers from; only this worker's journal unless given.
+            stopping: whether this worker has been told to stop: it still serves, and is not ready any more.
+            answered: called with the record of each generating request that has its answer; see ``Endings``.
+            tracing: makes spans of these requests.
         """
         self._frontend = frontend
         self._engines = engines
@@ -136,6 +143,9 @@ class GatewayApp:
         self._guarded = _GUARDED_BY_VLLM if guards_itself else ()
         self._journal = journal or Journal()
         self._records = records or Records(self._journal)
+        self._stopping = stopping
+        self._answered = answered
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one ASGI connection."""
@@ -192,10 +202,11 @@ class GatewayApp:
         if path == "/health":
             await answer(send, 200, b"", b"text/plain")
         elif path == "/ready":
-            if self._can_serve():
+            why_not = "the gateway is stopping" if self._stopping() else why_not_ready(self._engines)
+            if why_not is None:
                 await answer(send, 200, b"", b"text/plain")
             else:
-                await answer_error(send, 503, "no engine is ready to serve")
+                await answer_error(send, 503, why_not)
         elif path == "/metrics":
             text = self._metrics.text(self._engines, self.gauges())
             await answer(send, 200, text, b"text/plain; version=0.0.4; charset=utf-8")
@@ -265,6 +276,8 @@ class GatewayApp:
         said = header(scope, b"x-request-id")
         request_id = said or uuid.uuid4().hex
         record = self._journal.open(request_id, scope["path"])
+        if self._tracing is not None:
+            self._tracing.begin(scope, record)
         inbox = Inbox(receive)
         answered = _Answered(send, record, self._count, inbox, tells_served=self._rules.tells_served)
         record.decided = answered.begin
@@ -277,16 +290,22 @@ class GatewayApp:
             if said is None and isinstance(parsed, dict) and isinstance(parsed.get("request_id"), str):
                 self._journal.rename(record, parsed["request_id"])  # the topology allows it, or it had been refused
             client_id = header_value(record.request_id)
-            record.forwarded = {**for_engines(scope), "X-Client-Request-Id": client_id.decode("latin-1")}
+            forwarded = for_engines(scope)
+            if self._tracing is not None:
+                forwarded = self._tracing.headers(record, forwarded)
+            record.forwarded = {**forwarded, "X-Client-Request-Id": client_id.decode("latin-1")}
             # vLLM takes its id from here, and no rank: it would hold it against a front end of one
             headers = [one for one in scope["headers"] if one[0] not in (b"x-request-id", RANK_HEADER.encode())]
             headers.append((b"x-request-id", client_id))
             scope = {**scope, "headers": headers}
             del body, parsed  # the application has it from here on
+            record.queued_s = now_s()
             async with self._turn(inbox, record.deadline_s) as is_in:
                 if not is_in:
                     return
-                if not self._can_serve():
+                record.admitted_s = now_s()
+                self._metrics.queue_wait.observe(record.admitted_s - record.queued_s)
+                if why_not_ready(self._engines) is not None:
                     raise ServingError("no engine is ready to serve this request", status=503)
                 token = current_request.set(record)
                 try:
@@ -305,6 +324,7 @@ class GatewayApp:
             record.decided = None  # the journal keeps the record, and is not to keep the connection
             if record.status is None:
                 self._count(record, CLIENT_LEFT)
+            self._answered(record)
             await inbox.close()
 
     def _check(self, scope: Scope, record: RequestRecord, body: object) -> None:
@@ -363,9 +383,6 @@ class GatewayApp:
                 waiting.result()
                 yield True
 
-    def _can_serve(self) -> bool:
-        return choose(self._engines, colocate=None) is not None
-
     def _count(self, record: RequestRecord, status: int) -> None:
         record.status = status
         self._metrics.requests.labels(record.path, str(status)).inc()
@@ -375,6 +392,7 @@ class GatewayApp:
             return True
         scheme, _, key = (header(scope, b"authorization") or "").partition(" ")
         digest = hashlib.sha256(key.encode("latin-1")).digest()
+        # with all of them, whichever matches: the time that it takes says nothing about a key
         matches = [hmac.compare_digest(digest, own) for own in self._key_digests]
         return scheme.lower() == "bearer" and any(matches)
 
@@ -416,10 +434,23 @@ class _Answered:
         self._record = record
         self._count = count
         self._corrects = False
+        self._begun = False
+        """The head is sent."""
 
-    async def __call__(self, message: Message) -> None:
+    def __call__(self, message: Message) -> Awaitable[None]:
         """Sends one ASGI message."""
-        if message["type"] == "http.response.start":
+        if self._begun and message["type"] == "http.response.body" and not (self._corrects and self._is_told_late):
+            return self._send(message)  # as nearly every token: without a coroutine of our own
+        return self._say(message)
+
+    @property
+    def _is_told_late(self) -> bool:
+        generations = self._record.generations
+        return bool(generations) and generations[0].cached_late is not None
+
+    async def _say(self, message: Message) -> None:
+        begins = message["type"] == "http.response.start"
+        if begins:
             status: int = message["status"]
             self._count(self._record, CLIENT_LEFT if self._inbox.has_left else status)
             headers = [(name.lower(), value) for name, value in message.get("headers", ())]
@@ -442,6 +473,7 @@ class _Answered:
         if self._corrects and b'"prompt_tokens_details"' in message.get("body", b""):
             message = {**message, "body": _with_cached_tokens(message["body"], self._record)}
         await self._send(message)
+        self._begun = self._begun or begins
 
     async def begin(self) -> None:
         """Sends a head that has waited, with what is known by now."""
@@ -449,6 +481,7 @@ class _Answered:
             if self._head is not None:
                 await self._send(self._with_served(self._head))
                 self._head = None
+                self._begun = True
 
     def _with_served(self, head: Message) -> Message:
         served = self._record.served if self._tells_served else None

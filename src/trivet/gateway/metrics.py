@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
@@ -11,10 +11,14 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from trivet.journal import GenerationRecord, RequestRecord
+from trivet.journal import GAP_BOUNDS_S, GenerationRecord, RequestRecord
 from trivet.routing.engines import Engines
 
 _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+_WAIT_SECONDS = (0.0005, *_SECONDS)
+"""Most requests do not wait at all."""
+_LEG_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
+"""Decode legs are as long as their answers."""
 
 
 class _OfAllWorkers(Collector):
@@ -86,8 +90,28 @@ class GatewayMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self.gaps = Histogram(
+            "trivet_inter_token_latency_seconds",
+            "One chunk of an answer to the next at the gateway, by how many tokens the next has",
+            ["served", "tokens"],
+            buckets=GAP_BOUNDS_S,
+            registry=registry,
+        )
+        self.queue_wait = Histogram(
+            "trivet_queue_wait_seconds",
+            "Waiting for a turn, of requests that got one",
+            buckets=_WAIT_SECONDS,
+            registry=registry,
+        )
         self.prefill = Histogram(
             "trivet_prefill_leg_seconds", "The prefill leg", ["engine"], buckets=_SECONDS, registry=registry
+        )
+        self.decode = Histogram(
+            "trivet_decode_leg_seconds",
+            "The decode leg, or the only one, with what it waits for KV",
+            ["engine"],
+            buckets=_LEG_SECONDS,
+            registry=registry,
         )
         self.handover = Histogram(
             "trivet_handover_seconds",
@@ -104,6 +128,9 @@ class GatewayMetrics:
         )
         self.attempts = Counter(
             "trivet_attempts", "Times that generations were given to engines, with retries", registry=registry
+        )
+        self.retries = Counter(
+            "trivet_retries", "Times that generations were given to engines anew, as a leg failed", registry=registry
         )
         self.resumes = Counter(
             "trivet_resumes", "Answers that broke off and were continued on another engine", registry=registry
@@ -122,10 +149,15 @@ class GatewayMetrics:
         if record.split_reason:
             self.decisions.labels("split" if record.intended_split else "colocated", record.split_reason).inc()
         self.attempts.inc(record.attempts)
+        self.retries.inc(max(0, record.attempts - 1))
         self.resumes.inc(record.resumes)
         self.tokens.labels("prompt").inc(record.prompt_tokens)
         self.tokens.labels("completion").inc(record.completion_tokens)
         self.tokens.labels("cached").inc(record.cached_tokens or 0)
+        _add(self.gaps, (served, "one"), record.gaps.one, record.gaps.one_s)
+        _add(self.gaps, (served, "several"), record.gaps.several, record.gaps.several_s)
+        if record.decode_engine and record.decode_start_s is not None and record.end_s is not None:
+            self.decode.labels(record.decode_engine).observe(max(0.0, record.end_s - record.decode_start_s))
         if owner is not None:
             self.render.observe(max(0.0, record.rendered_s - owner.arrived_s))
             if record.first_token_s is not None:
@@ -143,3 +175,18 @@ class GatewayMetrics:
         shown.register(_OfAllWorkers() if "PROMETHEUS_MULTIPROC_DIR" in os.environ else self.registry)
         shown.register(_Now(engines, gauges))
         return generate_latest(shown)
+
+
+def _add(histogram: Histogram, labels: tuple[str, ...], counts: Sequence[int] | None, sum_s: float) -> None:
+    """Adds observations that were counted by bucket already.
+
+    ``observe`` takes one at a time, a microsecond each, and an answer has thousands; prometheus-client has no public
+    way to add many. A test holds this against ``observe``.
+    """
+    if counts is None:
+        return
+    child = histogram.labels(*labels)
+    for bucket, count in zip(child._buckets, counts, strict=True):
+        if count:
+            bucket.inc(count)
+    child._sum.inc(sum_s)

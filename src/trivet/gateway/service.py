@@ -320,6 +320,8 @@ class _Worker:
             allow=tuple(gateway.allow),
             split=gateway.split,
             tell_served=gateway.tell_served,
+            otlp=gateway.otlp,
+            log_format=gateway.log_format,
             shared=self._shared.config(self._number) if self._shared else None,
         )
         assert process.stdin is not None

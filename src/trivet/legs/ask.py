@@ -176,8 +176,8 @@ class Ask(Protocol[Piece]):
         ...
 
     @property
-    def prefill_speaks_for_decode(self) -> bool:
-        """Whether what a prefill engine refuses, every engine would refuse in the same words."""
+    def legs_speak_for_client(self) -> bool:
+        """Whether what an engine refuses of a split request, every engine would refuse in the same words."""
         ...
 
     def is_told_at_once(self, params: Mapping[str, Any] | None) -> bool:

@@ -47,6 +47,8 @@ from trivet.routing.policy import ALWAYS, Reason
 from trivet.routing.prefixes import NOTHING, Known, Prefix
 
 logger = logging.getLogger(__name__)
+generations_logger = logging.getLogger("trivet.legs.generation")
+"""A line for each generation; a name of its own, for whoever has it told otherwise."""
 
 _ATTEMPTS = 3
 _DEATHS = 2
@@ -197,6 +199,7 @@ class Legs:
         patience = self._patience
         if owner is not None:
             owner.generations.append(record)
+            owner.running += 1
             patience = replace(patience, deadline_s=owner.deadline_s)
         colocate, because = ask.unsplittable, Reason.UNSPLITTABLE
         if colocate is None and self._connector is None:
@@ -213,10 +216,13 @@ class Legs:
         try:
             async with aclosing(self._attempts(run)) as pieces:
                 async for piece in pieces:
+                    goes_on = record.finish_reason is None  # usage, which comes behind the end, may correct the count
                     ask.note(record, piece)
+                    if goes_on:
+                        record.gaps.note(record.completion_tokens)
                     yield piece
         except ServingError as error:
-            record.error = error.message
+            record.error, record.refused = error.message, error.status in _REFUSALS
             raise
         except Exception as error:
             record.error = f"{type(error).__name__}: {error}"
@@ -229,10 +235,12 @@ class Legs:
             if not self.running:
                 self._none_runs.set()
             record.end_s = record.end_s or now_s()
-            logger.info(
+            if owner is not None:
+                owner.running -= 1
+            generations_logger.info(
                 "request %s: %s, %d + %d tokens, %s, generation %s",
                 owner.request_id if owner is not None else "-",
-                record.error or record.finish_reason,
+                "refused" if record.refused else record.error or record.finish_reason,
                 record.prompt_tokens,
                 record.completion_tokens,
                 f"{record.prefill_engine or record.reason} -> {record.decode_engine}",
@@ -262,9 +270,6 @@ class Legs:
 
     async def _attempts(self, run: _Run[Piece]) -> AsyncGenerator[Piece, None]:
         while run.executed < _ATTEMPTS and not await self._kills(run):
-            if (end_of_answer := run.ask.unsaid_end) is not None:
-                yield end_of_answer
-                return
             if run.executed == _ATTEMPTS - 1 and run.colocate is None:
                 run.colocate = "split failed"  # the last attempt asks for as little as can be
             route = self._route(run)
@@ -282,7 +287,12 @@ class Legs:
                 return
             except LegError as fault:
                 self._learn(run, route, fault)
-                logger.warning("generation %s: %s; trying elsewhere", run.ask.request_id, fault)
+                # words that blame a request may quote it
+                told = f"{fault.engine} refused it ({fault.status})" if fault.status in _REFUSALS else fault
+                logger.warning("generation %s: %s; trying elsewhere", run.ask.request_id, told)
+            if (end_of_answer := run.ask.unsaid_end) is not None:  # also where no attempt is left: none is needed
+                yield end_of_answer
+                return
         raise run.error()
 
     def _route(self, run: _Run[Any]) -> Route | None:
@@ -338,6 +348,7 @@ class Legs:
         if not run.ask.begun:
             # of an attempt that failed
             record.prefill_start_s = record.prefill_end_s = record.decode_first_s = record.cached_tokens = None
+            record.decode_start_s = None
 
     def _learn(self, run: _Run[Any], route: Route, fault: LegError) -> None:
         """Decides what a fault means for the next attempt.
@@ -354,9 +365,10 @@ class Legs:
             ) from fault
         answered = fault.status is not None and fault.executed and not fault.died
         of_prefill = route.prefill is not None and fault.engine == route.prefill.name
-        if of_prefill and fault.status in _REFUSALS and not begun and not run.ask.prefill_speaks_for_decode:
+        if route.prefill is not None and fault.status in _REFUSALS and not begun and not run.ask.legs_speak_for_client:
+            # a leg's body is not the client's, and neither is what its engine finds wrong with it
             run.faults.append(fault)
-            run.colocate = "prefill refused it"
+            run.colocate = "prefill refused it" if of_prefill else "decode refused it"
             return
         if answered and not begun and (fault.status in _REFUSALS or not run.record.split):
             raise ServingError(
@@ -561,6 +573,7 @@ class Legs:
         accepted: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[Piece, None]:
         leg = self._leg(run, engine, "decode")
+        run.record.decode_start_s = now_s()
         patience = replace(run.patience, silence_s=None) if run.ask.is_told_at_once(params) else run.patience
         waits = isinstance(computed, Beside) and not computed.is_answered
         # what is told of an engine that was handed KV, or continues an answer, is not what its own cache had

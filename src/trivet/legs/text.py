@@ -176,7 +176,7 @@ class TextAsk:
         self.prompt = self.unsaid_end = None
         self.begun = False
         # A rewritten body is refused for what it is: only an engine that has the client's own says what is wrong.
-        self.prefill_speaks_for_decode = False
+        self.legs_speak_for_client = False
         self.obstacle: str | None = "the text plane passes on what one engine writes"
         self._path = path
         self._raw = raw
@@ -390,6 +390,8 @@ class _TokenEvents:
 
     def __init__(self) -> None:
         self._before = self._behind = b""
+        self._in_vain = 0
+        """Examples since an event was known."""
 
     def know(self, event: bytes) -> bool:
         """Whether it is one of those."""
@@ -397,15 +399,19 @@ class _TokenEvents:
         if not before or not event.startswith(before) or not event.endswith(behind):
             return False
         text = event[len(before) : -len(behind)]
-        return (
-            len(before) + len(text) + len(behind) == len(event)
-            and _TEXT.fullmatch(text) is not None
-            and (text.isascii() or _is_utf8(text))
-        )
+        if len(before) + len(text) + len(behind) != len(event) or _TEXT.fullmatch(text) is None:
+            return False
+        if not text.isascii() and not _is_utf8(text):
+            return False
+        self._in_vain = 0
+        return True
 
     def learn(self, event: bytes, data: bytes) -> None:
         """Takes an event for an example: it brings a token, and neither usage, an error nor a finish reason."""
         self._before = b""
+        if self._in_vain > _EXAMPLES:
+            return
+        self._in_vain += 1
         begins = _TEXT_BEGINS.search(event)
         if begins is None or event != b"data: " + data + b"\n\n":
             return
@@ -415,6 +421,8 @@ class _TokenEvents:
 
 
 _QUOTE = ord('"')
+_EXAMPLES = 8
+"""After so many in vain, the stream's events differ in more: several choices, log-probabilities."""
 
 
 def _is_utf8(text: bytes) -> bool:

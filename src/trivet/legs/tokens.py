@@ -140,7 +140,7 @@ class TokenAsk:
         return self._obstacle
 
     @property
-    def prefill_speaks_for_decode(self) -> bool:
+    def legs_speak_for_client(self) -> bool:
         """See ``Ask``."""
         return True
 

@@ -13,6 +13,9 @@ from trivet.legs.wire import LegError
 from trivet.render.contract import ServingError
 from trivet.routing.engines import Engines, EngineView
 
+_EARLY_S = 0.001
+"""Event loops count in milliseconds: a timer that is no earlier than this is on time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Patience:
@@ -26,6 +29,9 @@ class Patience:
 
 class Watch:
     """``async with`` it around each wait for an engine. It ends the wait when there is no use in it any more.
+
+    A leg waits for each of its tokens, so the timer is the leg's and not the wait's: a wait only notes when it must be
+    over, and a timer that comes before that is set anew. ``close`` it behind the last wait.
 
     Raises, inside such a block:
         LegError: the engine went out of service, or was silent for too long. A host that lost its power closes no
@@ -43,25 +49,68 @@ class Watch:
         self._counting = counting
         self._left = False
         self._deadline_is_nearer = False
-        self._limit: asyncio.Timeout | None = None
+        self._loop = asyncio.get_running_loop()
+        self._task: asyncio.Task[object] | None = None
+        """Who waits."""
+        self._cancelling = 0
+        """Requests to cancel it that are not ours."""
+        self._until_s: float | None = None
+        """When the wait must be over, on the loop's clock."""
+        self._timer: asyncio.Handle | None = None
+        self._timer_s = 0.0
+        """When it comes."""
+        self._expired = False
 
     def leave(self) -> None:
         """The engine is out of service."""
         self._left = True
-        if self._limit is not None and not self._limit.expired():
-            self._limit.reschedule(0)
+        if self._task is not None and not self._expired:
+            self._set_timer()
 
     def count(self) -> None:
         """From now on silence counts: what the engine had to wait for is there."""
         self._counting = True
-        if self._limit is not None and not self._left and not self._limit.expired():
-            seconds = self._seconds()
-            self._limit.reschedule(None if seconds is None else asyncio.get_running_loop().time() + seconds)
+        if self._task is not None and not self._left and not self._expired:
+            self._set_timer()
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     async def __aenter__(self) -> Watch:
-        self._limit = asyncio.timeout(0 if self._left else self._seconds())
-        await self._limit.__aenter__()
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._cancelling = task, task.cancelling()
+        self._set_timer()
         return self
+
+    def _set_timer(self) -> None:
+        """Sees to it that there is a timer, no later than when the wait that begins now must be over."""
+        began_s = self._loop.time()
+        seconds = 0.0 if self._left else self._seconds()
+        if seconds is None:
+            self._until_s = None
+            return
+        self._until_s = until_s = began_s + seconds
+        if self._timer is not None:
+            if self._timer_s <= until_s and seconds > 0:
+                return
+            self._timer.cancel()
+        self._timer_s = until_s
+        self._timer = self._loop.call_at(until_s, self._ring) if seconds > 0 else self._loop.call_soon(self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        if self._task is None or self._until_s is None:
+            return
+        if self._until_s - self._loop.time() > _EARLY_S:  # set for a wait that is over
+            self._timer_s = self._until_s
+            self._timer = self._loop.call_at(self._until_s, self._ring)
+            return
+        self._expired = True
+        self._task.cancel()
 
     def _seconds(self) -> float | None:
         """How long the wait that begins now may take."""
@@ -75,12 +124,15 @@ class Watch:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        limit, self._limit = self._limit, None
-        assert limit is not None
-        try:
-            await limit.__aexit__(kind, error, trace)
-        except TimeoutError:
-            raise self._fault() from None
+        task, self._task = self._task, None
+        assert task is not None
+        if self._expired:
+            self._expired = False
+            # as in ``asyncio.timeout``: somebody else may have cancelled it as well, which goes before
+            if task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+                raise self._fault() from None
+        if kind is not None or self._left:
+            self.close()
 
     def _fault(self) -> Exception:
         if self._left:
@@ -94,5 +146,8 @@ class Watch:
 def watch(engines: Engines, engine: EngineView, patience: Patience, *, counting: bool = True) -> Iterator[Watch]:
     """A watch over one leg, told when the fleet takes its engine out of service."""
     one = Watch(engine.name, patience, counting=counting)
-    with engines.watching(engine, one.leave):
-        yield one
+    try:
+        with engines.watching(engine, one.leave):
+            yield one
+    finally:
+        one.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import hmac
 import time
 import uuid
 from collections import Counter
@@ -451,7 +452,8 @@ class SimEngine:
         if key is None or not request.path.startswith(_GUARDED):
             return True
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and token == key
+        told, own = token.encode(errors="surrogateescape"), key.encode()
+        return scheme.lower() == "bearer" and hmac.compare_digest(told, own)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         raise AssertionError(request.path)  # _struck serves these

@@ -51,6 +51,11 @@ OWN_FLAGS: Mapping[str, str] = {
 _SHORT_FLAGS = {"-tp": "tensor-parallel-size", "-dp": "data-parallel-size"}
 
 
+def is_collector_url(text: str) -> bool:
+    """Whether spans could be sent there, as far as its form says."""
+    return re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", text) is not None
+
+
 def flag_list(value: object) -> list[str]:
     """vLLM flags as a command line takes them.
 
@@ -386,6 +391,19 @@ class Gateway(_Strict):
     allow: list[Steering] = Field(
         default_factory=list, description="what clients may say of how KV is moved: nothing, as it can end an engine"
     )
+    otlp: str | None = Field(
+        None, description="URL of an OpenTelemetry collector that takes spans (OTLP); none, unless OTEL_* variables say"
+    )
+    log_format: Literal["text", "json"] = Field(
+        "text", description="the gateway's log: lines for people; or JSON, with one line for each request"
+    )
+
+    @field_validator("otlp")
+    @classmethod
+    def _collector(cls, value: str | None) -> str | None:
+        if value is not None and not is_collector_url(value):
+            raise ValueError("a collector's URL looks like http://host:4318")
+        return value
 
 
 class Topology(_Strict):

@@ -66,6 +66,9 @@ What vLLM reserves (``extra_retained_tokens`` and such) is not among them: engin
 _OF_THE_MODEL = "config."
 _NOT_OF_THE_MODEL = frozenset({"_name_or_path", "transformers_version"})
 _LONGEST_FACT = 200
+_NO_JSON = object()
+_NAMES = str | int | float | None
+"""Of settings, in JSON or where JSON makes texts of them."""
 
 
 def host() -> str:
@@ -101,7 +104,7 @@ def identity(config: VllmConfig, caches: KVCacheConfig) -> dict[str, str | int |
         facts["kv_dtype"] = facts["dtype"]
     for index, group in enumerate(caches.kv_cache_groups):
         facts |= {f"group.{index}.{name}": fact for name, fact in _facts_of(group)}
-    facts |= {f"{_OF_THE_MODEL}{name}": fact for name, fact in _flat(model.hf_config.to_diff_dict())}
+    facts |= {f"{_OF_THE_MODEL}{name}": fact for name, fact in _flat(_settings_of(model.hf_config))}
     return {name: fact if isinstance(fact, int) else _fact(fact) for name, fact in facts.items()}
 
 
@@ -188,6 +191,35 @@ def _fields_of(spec: Any) -> Iterator[tuple[str, str]]:
                 yield field, str(value)
 
 
+def _settings_of(config: Any) -> Mapping[str, Any]:
+    """What a model's config says, as JSON: without what is none, whose text may be another in each process."""
+    try:
+        said = config.to_diff_dict()
+    except Exception:  # it makes a config of that class without arguments, which a model's own code may not allow
+        said = config.to_dict()
+    settings = _as_json(said)
+    assert isinstance(settings, dict)
+    return settings
+
+
+def _as_json(value: Any) -> Any:
+    match value:
+        case None | str() | int() | float():
+            return value
+        case Mapping():
+            each = ((f"{name}", _as_json(one)) for name, one in value.items() if isinstance(name, _NAMES))
+            return {name: one for name, one in each if one is not _NO_JSON}
+        case list() | tuple() | set() | frozenset():
+            known = [one for member in value if (one := _as_json(member)) is not _NO_JSON]
+            return sorted(known, key=_text) if isinstance(value, set | frozenset) else known
+        case _:
+            return _NO_JSON
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Settings of a model's config by their dotted names, so that a difference can be named."""
     for name, value in config.items():
@@ -196,7 +228,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
         if isinstance(value, Mapping) and value and len(value) <= 64:
             yield from _flat(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}"[:_LONGEST_FACT], value if isinstance(value, str) else json.dumps(value, default=str)
+            yield f"{prefix}{name}"[:_LONGEST_FACT], value if isinstance(value, str) else _text(value)
 
 
 def _fact(value: object) -> str | None:

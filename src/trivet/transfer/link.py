@@ -151,9 +151,9 @@ class Connection:
                 return None
             for level, kind, content in beside:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    self._files += (
-                        file for (file,) in _FILE.iter_unpack(content[: len(content) // _FILE.size * _FILE.size])
-                    )
+                    whole = content[: len(content) // _FILE.size * _FILE.size]
+                    with self._state:
+                        self._files += (file for (file,) in _FILE.iter_unpack(whole))
             if flags & socket.MSG_CTRUNC or len(self._files) > _MOST_FILES:
                 raise ValueError(f"more than {_MOST_FILES} file descriptors")
             if not data:
@@ -180,7 +180,8 @@ class Connection:
 
     def take_files(self) -> list[int]:
         """The file descriptors that have come so far; the caller closes them."""
-        files, self._files = self._files, []
+        with self._state:  # a descriptor that two threads close is another file's the second time
+            files, self._files = self._files, []
         return files
 
     def close(self) -> None:

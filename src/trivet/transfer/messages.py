@@ -137,6 +137,8 @@ class Lost(_Message, frozen=True):
     why: str
     first_comes: bool = False
     """Prefill computes the prompt all the same, and will say ``First``."""
+    attempt: Count | None = None
+    """On the data link: which of decode's attempts, see ``Want``; None on the link, where there are none."""
 
     def __post_init__(self) -> None:
         self._shorten("why")

@@ -160,18 +160,25 @@ class Arrivals:
         self._totals = [count(one) for one in self._wanted]
         self._came = [0] * len(groups)
 
-    def came(self, layers: Sequence[int], ranges: Ranges) -> None:
-        """A piece has been written.
+    def check(self, layers: Sequence[int], ranges: Ranges) -> None:
+        """A piece is to be written: all blocks that it names are wanted.
 
         Raises:
             ValueError: it is not what these layers miss next.
         """
+        if len(set(layers)) != len(layers):
+            raise ValueError("a layer was sent twice")
         size = count(ranges)
         for layer in layers:
             start = self._came[layer]
             if part(self._wanted[layer], start, start + size) != [tuple(one) for one in ranges]:
                 raise ValueError(f"layer {layer} was sent blocks {list(ranges)} behind its first {start}")
-            self._came[layer] = start + size
+
+    def came(self, layers: Sequence[int], ranges: Ranges) -> None:
+        """A piece that was checked has been written."""
+        size = count(ranges)
+        for layer in layers:
+            self._came[layer] += size
 
     def is_complete(self) -> bool:
         """Whether no layer misses a block."""

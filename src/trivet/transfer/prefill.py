@@ -237,6 +237,8 @@ class PrefillSide:
                 return
             if request.request_id in self._by_request:
                 return
+            if transfer in self._step.dropped:  # the workers, told of both in one step, would drop this one
+                return
             outgoing = _Outgoing(transfer, request, bool(params.get("first_token")), prompt_of(request))
             self._outgoing[transfer] = self._by_request[request.request_id] = outgoing
             outgoing.unwanted = self._ended.pop(transfer, None) == _RELEASED

@@ -120,7 +120,10 @@ class Receiver:
             if (receive.request_id, receive.attempt) in plan.given_up:
                 receiving.ended = _GIVEN_UP
             else:
-                self._peer(receive).submit(receiving)
+                try:
+                    self._peer(receive).submit(receiving)
+                except RuntimeError as error:  # no thread is left: an exception here would end the engine
+                    receiving.ended = f"receiving failed: {_line(error)}"
 
     def report(self) -> Report | None:
         """What is settled and not read yet; None while nothing is received."""
@@ -237,6 +240,7 @@ class Receiver:
             ConnectionAbortedError: it is void.
         """
         start_ns = time.monotonic_ns()
+        self._check(receiving, piece)  # first: whatever a piece names is written, also what nobody wanted
         ids = self._ids(receiving, piece)
         if (size := self._pages.bytes_of(piece.layers, len(ids))) != piece.bytes:
             raise ValueError(f"a piece of {piece.bytes} bytes that should have {size}")
@@ -254,10 +258,7 @@ class Receiver:
             self._pages.gather(piece.layers, ids, written)
             if checksum(written) != piece.checksum:
                 raise ValueError("a piece whose checksum differs")
-        try:
-            receiving.arrivals.came(piece.layers, piece.ranges)
-        except ValueError as error:
-            raise ValueError(f"a piece out of order ({error})") from error
+        receiving.arrivals.came(piece.layers, piece.ranges)
         receiving.bytes += piece.bytes
         receiving.pieces += 1
         now_ns = time.monotonic_ns()
@@ -269,6 +270,15 @@ class Receiver:
                 mover, receiving.bytes, receiving.pieces, (now_ns - receiving.started_ns) / 1e9, tail_ns / 1e9
             )
             self._trace.span("decode", name, "receive", receiving.started_ns, now_ns)
+
+    def _check(self, receiving: _Receiving, piece: Piece) -> None:
+        layers = self._pages.layers
+        if any(layer >= len(layers) or layers[layer].group != piece.group for layer in piece.layers):
+            raise ValueError(f"a piece of layers that are not in cache group {piece.group}")
+        try:
+            receiving.arrivals.check(piece.layers, piece.ranges)
+        except ValueError as error:
+            raise ValueError(f"a piece out of order ({error})") from error
 
     def _ids(self, receiving: _Receiving, piece: Piece) -> torch.Tensor:
         key = (piece.group, *(end for one in piece.ranges for end in one))
@@ -405,7 +415,7 @@ class _Peer:
             case Lost():
                 with self._lock:
                     receiving = self._reading.get(message.transfer)
-                    if receiving is None:
+                    if receiving is None or message.attempt not in (None, receiving.receive.attempt):
                         return
                     self._end(receiving)
                 receiving.ended = receiving.ended or message.why

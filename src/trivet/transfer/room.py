@@ -49,7 +49,8 @@ class Room:
         """Whether it may be offered to vLLM now; else it is to be asked for again.
 
         How many of its ``cached_tokens`` lie in blocks that are in use anyway is not known, so they count as if they
-        were not. One that has such waits longer than it might, and does not make others wait behind it.
+        were not, and one that has such waits longer than it might. Others wait behind it only where it would lack
+        blocks if all of those were in use.
         """
         first = self._first
         if first is incoming or (first is not None and first.state is State.OPENED and not first.fails):
@@ -59,19 +60,26 @@ class Room:
         spare = self._spare(incoming)
         fits = not (spare or self._kept) and (self._overtaken or not self._is_held())
         if not (fits or self._has(incoming.request, spare)):
-            self._first = incoming if not cached_tokens else self._first
+            if not self._has(incoming.request, spare, cached_tokens):  # not even if all that is cached were in use
+                self._first = incoming
             return False
         return True
 
     def lets(self, request: Request) -> bool:
-        """The same for a request whose KV does not come from prefill."""
+        """The same for a request whose KV does not come from prefill.
+
+        It waits behind the first as well: plain requests that keep coming would take every block that comes back.
+        """
+        first = self._first
+        if first is not None and (first.state is not State.OPENED or first.fails) and first.request < request:
+            return False
         return self._overtaken or not self._is_held() or self._has(request, 0)
 
-    def _has(self, request: Request, spare: int) -> bool:
+    def _has(self, request: Request, spare: int, shared_tokens: int = 0) -> bool:
         pool = getattr(self._manager, "block_pool", None)
         if pool is None:
             return True
-        own = spare + sum(-(-request.num_tokens // size) for size in self._block_tokens)
+        own = spare + sum(-(-request.num_tokens // size) - shared_tokens // size for size in self._block_tokens)
         if own > pool.num_gpu_blocks - 1:
             return not self._is_held()  # whether there are ever as many is for vLLM to say
         return bool(own + self._kept <= pool.get_num_free_blocks())

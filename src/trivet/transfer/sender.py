@@ -143,6 +143,9 @@ class Sender:
         self._sends_early: bool | None = None
         """Whether a layer is final once its hook was called; None until a step has shown it."""
         self._runs_again = False
+        self._last: _Ready | None = None
+        """A step's last layers. Told of when it is over, so that no transfer is complete before it is known that none
+        ran twice."""
         self._transfers: dict[str, _Transfer] = {}
         self._peers: set[_Peer] = set()
         self._pools: dict[str, _Pool] = {}
@@ -158,6 +161,10 @@ class Sender:
     def begin(self, plan: StepPlan) -> None:
         """Before a step is computed."""
         if plan.preempted or plan.dropped:
+            # vLLM may have launched the zeroing of these blocks for their next owner already: V2's runner does it in
+            # ``update_requests``, before this and before ``handle_preemptions``. A piece that is gathered in the
+            # milliseconds between is wrong, and leaves. Decode is protected from it by the scheduler side alone, which
+            # has said ``Withdraw`` or ``Lost`` before the step began.
             with self._lock:
                 for name in (*plan.preempted, *plan.dropped):
                     self._losing[name] = plan
@@ -177,7 +184,7 @@ class Sender:
             fits = self._slot_bytes // max(largest, 1)
             self._stride = max(1, min(fits, len(self._pages.layers) // _FEWEST_GROUPS))
             self._launching, self._to_launch = [], set(range(len(self._pages.layers)))
-            self._runs_again = False
+            self._runs_again, self._last = False, None
 
     def layer_done(self, name: str) -> None:
         """A layer's attention has been launched. Layers come in whatever order the model runs them."""
@@ -200,9 +207,16 @@ class Sender:
         elif self._sends_early is None and len(self._to_launch) < len(self._pages.layers):
             self._sends_early = True
         self._launching += sorted(self._to_launch)
+        self._to_launch = set()
         if self._launching:
             self._emit()
+        self._tell_last()
         self._chunks = ()
+
+    def _tell_last(self) -> None:
+        if (last := self._last) is not None:
+            self._last = None
+            self._launched.put(last)
 
     def take_sent(self) -> set[str]:
         """Request ids whose blocks are needed no more, each once."""
@@ -223,8 +237,12 @@ class Sender:
         if self._pages.device.type == "cuda":
             event = torch.cuda.Event(blocking=True)
             event.record()
-        self._launched.put(_Ready(self._chunks, tuple(self._launching), event))
+        ready = _Ready(self._chunks, tuple(self._launching), event)
         self._launching = []
+        if self._to_launch:
+            self._launched.put(ready)
+        else:
+            self._last = ready
 
     def _sends_late(self) -> None:
         """A layer that a step runs more than once is final only when the step is over."""
@@ -234,6 +252,7 @@ class Sender:
         if self._sends_early:
             names = tuple(name for name, _ in self._chunks)
             self._launched.put(_Spoiled(names, "prefill sent layers before they were final"))
+            self._last = None
         self._sends_early = False
 
     # --- a thread for each peer
@@ -244,6 +263,7 @@ class Sender:
             while (message := connection.receive()) is not None:
                 self._notes.put(_Said(peer, message))
         finally:
+            connection.close()  # before its slots are free
             self._notes.put(_Said(peer, None))
 
     # --- a thread that waits for the device, so that slots come back and others are served meanwhile
@@ -374,7 +394,7 @@ class Sender:
         transfer.problem = why
         if (peer := transfer.peer) is not None and not transfer.got:
             self._release(transfer)
-            peer.connection.send(Lost(name, why))
+            peer.connection.send(Lost(name, why, attempt=transfer.attempt))
 
     def _release(self, transfer: _Transfer) -> None:
         """It is nobody's."""
@@ -505,15 +525,16 @@ class Sender:
         peer.early[want.transfer] = want
         if len(peer.early) > _MOST_EARLY:
             oldest = next(iter(peer.early))
-            del peer.early[oldest]
+            attempt = peer.early.pop(oldest).attempt
             why = f"decode asked for more than {_MOST_EARLY} transfers that prefill has not begun"
             logger.error("TrivetConnector: transfer %s: decode engine %s: %s", oldest, peer.engine_id, why)
-            peer.connection.send(Lost(oldest, why))
+            peer.connection.send(Lost(oldest, why, attempt=attempt))
 
     def _want(self, peer: _Peer, message: Want) -> None:
         transfer = self._transfers[message.transfer]
         if transfer.peer is not None and transfer.peer is not peer:
-            transfer.peer.connection.send(Lost(transfer.name, "another decode engine has asked for it"))
+            why = "another decode engine has asked for it"
+            transfer.peer.connection.send(Lost(transfer.name, why, attempt=transfer.attempt))
         self._release(transfer)
         transfer.peer, transfer.attempt = peer, message.attempt
         transfer.got = False
