@@ -688,6 +688,18 @@ async def test_what_an_engine_tells_of_its_cache_is_read_each_time_it_comes_up(t
         assert status.cached_block_tokens == 128
 
 
+async def test_an_engine_that_could_not_be_asked_when_it_came_up_is_asked_again(tmp_path):
+    """It serves meanwhile: a machine that starts many engines at once is busy for minutes."""
+    async with ForeignEngine() as engine, fleet_of(tmp_path, engine) as fleet:
+        engine.metrics = None
+        await fleet.start()
+        status = fleet.engines["decode-0"]
+        assert (status.state, status.cached_block_tokens) == (State.READY, None)
+        engine.metrics = 'vllm:cache_config_info{block_size="128",enable_prefix_caching="True"} 1.0\n'
+        await fleet.said(State.READY, times=2)  # told once more
+        assert (status.generation, status.cached_block_tokens) == (1, 128)
+
+
 async def test_engines_of_others_are_not_ended(tmp_path):
     async with ForeignEngine() as engine:
         async with fleet_of(tmp_path, engine) as fleet:

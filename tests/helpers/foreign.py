@@ -20,7 +20,8 @@ class ForeignEngine:
         """It takes questions about its health and answers nothing."""
         self.version: object = {"version": "0.32.0"}
         self.canary = 200
-        self.metrics = ""
+        self.metrics: str | None = ""
+        """None: it cannot be asked now."""
         self.keys: list[str | None] = []
         self._url: str | None = None
         application = web.Application()
@@ -63,7 +64,7 @@ class ForeignEngine:
         return web.json_response(self.version)
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(text=self.metrics)
+        return web.Response(text=self.metrics, status=200 if self.metrics is not None else 500)
 
     async def _generate(self, request: web.Request) -> web.Response:
         self.keys.append(request.headers.get("Authorization"))

@@ -57,6 +57,9 @@ class EngineStatus:
     ready_since: float | None = None
     problem: str | None = None
     pid: int | None = None
+    is_known: bool = False
+    """Whether it has told what follows since it came up."""
+    asked_s: float = 0.0
     cached_block_tokens: int | None = None
     aborts: bool = False
     started_s: float = field(default_factory=time.monotonic)
@@ -222,7 +225,7 @@ class Fleet:
         """Returns when the engine ended, lost one of its processes, says that it died, or is silent for too long."""
         watches = [
             asyncio.create_task(one)
-            for one in (_until_ended(process), _until_bereft(process), self._until_sick(status.plan.url))
+            for one in (_until_ended(process), _until_bereft(process), self._until_sick(status))
         ]
         try:
             done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
@@ -232,13 +235,14 @@ class Fleet:
                 task.cancel()
             await asyncio.gather(*watches, return_exceptions=True)
 
-    async def _until_sick(self, url: str) -> str:
+    async def _until_sick(self, status: EngineStatus) -> str:
         assert self._session is not None
         last_word = time.monotonic()
         while True:
-            match await probe.health(self._session, url):
+            match await probe.health(self._session, status.plan.url):
                 case probe.Health.OK:
                     last_word = time.monotonic()
+                    await self._learn_late(status)
                 case probe.Health.DEAD:
                     return "says that its engine core has died"
                 case probe.Health.SILENT | probe.Health.REFUSED if time.monotonic() - last_word > _SILENCE_S:
@@ -255,7 +259,9 @@ class Fleet:
             word = await probe.health(self._session, plan.url)
             if word is probe.Health.OK:
                 last_word = time.monotonic()
-                if status.state is not State.READY:
+                if status.state is State.READY:
+                    await self._learn_late(status)
+                else:
                     found = await probe.version(self._session, plan.url)
                     if found is not None and is_too_old(found):
                         needed = f"Trivet needs {'.'.join(str(part) for part in OLDEST_VLLM)} or newer"
@@ -283,13 +289,26 @@ class Fleet:
 
     async def _learn(self, status: EngineStatus) -> None:
         """Reads what a gateway must know of an engine that has just come up."""
-        assert self._session is not None
         for _ in range(3):  # it is busy just then: its siblings may still be starting
-            if (metrics := await probe.metrics(self._session, status.plan.url)) is not None:
-                break
+            if await self._ask(status):
+                return
             await asyncio.sleep(_POLL_S)
+
+    async def _learn_late(self, status: EngineStatus) -> None:
+        """The same of one that serves, as long as it has not answered that."""
+        if status.is_known or time.monotonic() - status.asked_s < _RECHECK_S:
+            return
+        if await self._ask(status):
+            self._listener(status)
+
+    async def _ask(self, status: EngineStatus) -> bool:
+        assert self._session is not None
+        status.asked_s = time.monotonic()
+        metrics = await probe.metrics(self._session, status.plan.url)
+        status.is_known = metrics is not None
         status.cached_block_tokens = metrics.cached_block_tokens if metrics else None
         status.aborts = await probe.can_abort(self._session, status.plan.url, status.plan.api_key)
+        return status.is_known
 
     def _change(self, status: EngineStatus, state: State) -> None:
         status.state = state

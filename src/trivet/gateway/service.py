@@ -105,6 +105,8 @@ class Service:
         # twice as many slots as engines: those that left keep theirs until their last leg has ended
         self._shared = Shared(plan.topology.gateway.workers, 2 * MOST_ENGINES, run_dir, _REGIONS)
         self._slots = Slots(self._shared.board)
+        self._told: dict[str, tuple[int, str]] = {}
+        """The generation and state of each engine that was observed last."""
 
     @property
     def fleet(self) -> Fleet:
@@ -183,10 +185,13 @@ class Service:
         self._shared.close()
 
     def _engine_changed(self, status: EngineStatus) -> None:
-        detail = status.problem or ""
-        if status.state == "ready":
-            detail = f"after {time.monotonic() - status.started_s:.0f} s"
-        self._observe(Event(status.plan.name, str(status.state), detail))
+        name, told = status.plan.name, (status.generation, str(status.state))
+        if status.state != "ready" or self._told.get(name) != told:  # else gateways alone learn something new
+            detail = status.problem or ""
+            if status.state == "ready":
+                detail = f"after {time.monotonic() - status.started_s:.0f} s"
+            self._observe(Event(name, str(status.state), detail))
+        self._told[name] = told
         self._publish()
 
     def _state_line(self) -> bytes:
