@@ -174,6 +174,19 @@ async def test_a_service_is_up_until_it_is_told_to_stop(trivet, topology, tmp_pa
         assert (await service.process.stderr.read()) == b""
 
 
+async def test_a_service_whose_reader_has_gone_serves_on(trivet, topology, tmp_path):
+    """``trivet up | head``: each later line would be written to a pipe that nobody reads."""
+    async with ForeignEngine("mixed-0") as engine, up(trivet, tmp_path, topology(engine.plan.url)) as service:
+        await service.line("curl ")
+        service.process._transport.get_pipe_transport(1).close()
+        engine.health = 503  # which is a line, and what follows others
+        await asyncio.sleep(1)
+        assert service.process.returncode is None
+        service.process.send_signal(signal.SIGTERM)
+        assert await service.ended() == 0
+        assert (await service.process.stderr.read()) == b""
+
+
 async def test_a_service_with_keys_shows_one_in_its_curl_line(trivet, topology, tmp_path):
     async with ForeignEngine("mixed-0") as engine:
         file = topology(engine.plan.url, "{port: 0, drain_s: 1, api_keys: [first, second]}")

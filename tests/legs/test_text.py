@@ -221,8 +221,15 @@ def test_an_answer_of_which_something_was_seen_cannot_be_continued():
     assert ask.obstacle is not None
 
 
-def test_a_record_is_written_as_pieces_come():
+def test_an_answer_that_comes_whole_does_not_tell_when_its_first_token_was_made():
     ask, record = ask_of(), GenerationRecord("gen", 3, 0.0)
+    ask.note(record, TextPiece(b"{}", tokens=30, finish_reason="stop"))
+    assert (record.first_token_s, record.completion_tokens) == (None, 30)
+    assert record.end_s is not None
+
+
+def test_a_record_is_written_as_pieces_come():
+    ask, record = ask_of(body={"messages": [], "stream": True}), GenerationRecord("gen", 3, 0.0)
     ask.note(record, TextPiece(b"", {}))
     assert record.first_token_s is None
     ask.note(record, TextPiece(b"", tokens=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +20,18 @@ from trivet.topology.plan import resolve_model
 from trivet.topology.ports import PortBook
 from trivet.topology.template import TEMPLATE
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+
+class _Terminal(Console):
+    def on_broken_pipe(self) -> None:
+        """Whoever read this has gone, which is no reason to end what is served. Rich would exit here."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())  # or Python would complain of its buffer when it ends
+        os.close(nowhere)
+
+
+out = _Terminal(highlight=False)
+err = _Terminal(stderr=True, highlight=False)
 
 TopologyArgument = typer.Argument(None, help="Topology file; without one, the demo's topology.", show_default=False)
 

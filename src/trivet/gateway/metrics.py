@@ -144,7 +144,8 @@ class GatewayMetrics:
     def ended(self, record: GenerationRecord, owner: RequestRecord | None) -> None:
         """Counts a generation that ended."""
         served = "split" if record.split else "colocated"
-        self.generations.labels(served, "error" if record.error else record.finish_reason or "none").inc()
+        outcome = "refused" if record.refused else "error" if record.error else record.finish_reason or "none"
+        self.generations.labels(served, outcome).inc()
         self.recomputed.inc(record.intended_split and not record.split)
         if record.split_reason:
             self.decisions.labels("split" if record.intended_split else "colocated", record.split_reason).inc()

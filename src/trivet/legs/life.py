@@ -222,7 +222,7 @@ class Legs:
                         record.gaps.note(record.completion_tokens)
                     yield piece
         except ServingError as error:
-            record.error, record.refused = error.message, error.status in _REFUSALS
+            record.error, record.refused = error.message, error.status in {*_REFUSALS, _NOT_FOUND}
             raise
         except Exception as error:
             record.error = f"{type(error).__name__}: {error}"
@@ -495,7 +495,8 @@ class Legs:
                 async with aclosing(self._decode(run, held.decode, params, computed, accepted)) as pieces:
                     async for piece in pieces:
                         taken, held.untaken = True, False
-                        if run.record.decode_first_s is None:
+                        # an answer that comes whole does not tell when its first token was made
+                        if run.record.decode_first_s is None and not run.ask.is_told_at_once(params):
                             run.record.decode_first_s = now_s()
                             self._note_handover(run)
                         yield piece

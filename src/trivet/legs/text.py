@@ -315,7 +315,8 @@ class TextAsk:
         """See ``Ask``."""
         self.begun = True
         if piece.tokens:
-            record.first_token_s = record.first_token_s or now_s()
+            if not self.is_told_at_once(None):
+                record.first_token_s = record.first_token_s or now_s()
             record.completion_tokens += piece.tokens
         if piece.usage is not None:
             record.prompt_tokens = piece.usage.prompt_tokens or record.prompt_tokens
