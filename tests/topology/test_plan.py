@@ -767,6 +767,7 @@ AWAY = "host: node-2, port: 8100"
         ("", AWAY, ":3: TrivetConnector moves KV within one host, but decode-0 is on node-2 and prefill-0 on local"),
         (AWAY, "", ":3: TrivetConnector moves KV within one host, but decode-0 is on local and prefill-0 on node-2"),
         (AWAY, AWAY, ":2: where TrivetConnector of prefill-0 listens is not known here"),
+        ("kv_address: 'unix:/t/a'", "kv_address: 'unix:/t/a'", ":3: prefill-0 and decode-0 have one kv_address"),
         ("url: 'http://127.0.0.1:1'", "", ":2: where TrivetConnector of prefill-0 listens is not known here"),
         ("", "url: 'http://node-2:1'", ":3: where TrivetConnector of decode-0 listens is not known here"),
     ],

@@ -146,9 +146,6 @@ class Service:
             await self._stop()
             raise
         self._publish()
-        record = {"pid": os.getpid(), "url": self.url, "run_dir": str(self.run_dir)}
-        state_dir().mkdir(parents=True, exist_ok=True)  # not there yet if the run's folder lies elsewhere
-        (state_dir() / "last.json").write_text(json.dumps(record), encoding="utf-8")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -176,6 +173,10 @@ class Service:
         # the first one alone: the operating system's file cache then has what the others import
         for worker in self._workers:
             await worker.start()
+        # it answers now, though engines may still be starting: that is when ``trivet status`` is wanted most
+        record = {"pid": os.getpid(), "url": self.url, "run_dir": str(self.run_dir)}
+        state_dir().mkdir(parents=True, exist_ok=True)  # not there yet if the run's folder lies elsewhere
+        (state_dir() / "last.json").write_text(json.dumps(record), encoding="utf-8")
 
     async def _stop(self) -> None:
         """Workers first, which let running requests end; then the engines."""

@@ -609,6 +609,15 @@ class _Planner:
                     f"{entry.engine.host} and {started[0].name} on {started[0].engine.host}",
                     mend="keep prefill and decode on one host, or kv: {connector: NixlConnector}",
                 )
+        listening: dict[str, str] = {}
+        for entry in pair:
+            if (address := entry.engine.kv_address) is not None:
+                if address in listening:
+                    raise TopologyError(
+                        f"{entry.where(self._topology)}: {listening[address]} and {entry.name} have one kv_address",
+                        mend="give each engine its own",
+                    )
+                listening[address] = entry.name
         for entry in pair:
             asked_there = entry.tier == "prefill" and (entry.engine.url is not None or entry.engine.host != "local")
             if entry.engine.kv_address is None and (asked_there or (entry.engine.url and not entry.is_near)):
