@@ -15,6 +15,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from helpers.stack import MODEL, QUICK, answer_of, listening, stack, token_request
 from trivet.errors import MissingPackageError, TrivetError
+from trivet.gateway import logs
 from trivet.gateway.app import GENERATING, GatewayApp
 from trivet.gateway.endings import Endings
 from trivet.gateway.logs import JsonFormatter, facts_of, tell_request, write_json
@@ -241,11 +242,15 @@ def test_tracebacks_and_lines_of_others_are_json_too():
     other = logging.getLogger("vllm")
     other.addHandler(handler)
     generations = logging.getLogger("trivet.legs.generation")
+    before = [(one, one.formatter) for name in ("", *logs._OTHERS) for one in logging.getLogger(name).handlers]
     try:
         write_json()
         assert isinstance(handler.formatter, JsonFormatter)
         assert not generations.isEnabledFor(logging.INFO)
     finally:
+        for one, formatter in before:  # pytest's among them, which other tests read
+            one.setFormatter(formatter)
+        handler.setFormatter(JsonFormatter())
         other.removeHandler(handler)
         generations.setLevel(logging.NOTSET)
         logging.captureWarnings(False)
@@ -258,6 +263,7 @@ def test_tracebacks_and_lines_of_others_are_json_too():
     said = json.loads(line)
     assert (said["message"], said["logger"], said["level"]) == ("it failed", "vllm.x", "ERROR")
     assert said["traceback"].endswith("lines")
+    assert record.message == "it failed"  # as any formatter leaves it, for handlers behind
 
 
 @pytest.mark.parametrize("plane", ["tokens", "text"])

@@ -22,12 +22,13 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """See ``logging.Formatter``."""
+        record.message = record.getMessage()
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         value: dict[str, Any] = {
             "time": f"{seconds}.{int(record.msecs):03}Z",
             "level": record.levelname,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": record.message,
         }
         if isinstance(facts := getattr(record, "facts", None), dict):
             value |= facts
