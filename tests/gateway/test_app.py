@@ -682,7 +682,7 @@ async def test_an_engine_that_refuses_is_recorded(pair):
         facts = (await one.get("/trivet/requests/mine")).json()
         assert facts["status"] == 400
         assert facts["generations"][0]["error"] == "too long"
-        assert await one.count('trivet_generations_total{outcome="error",served="colocated"}') == 1.0
+        assert await one.count('trivet_generations_total{outcome="refused",served="colocated"}') == 1.0
 
 
 # what a client may not say
