@@ -61,6 +61,9 @@ _REFUSALS = frozenset({400, 413, 422})
 _ENDING_S = 1.0
 """How long generations may take to end that were told to; what they release must begin while there is a session."""
 
+_OF_THE_CLIENT = _REFUSALS | {_NOT_FOUND}
+"""What an engine says of a client's mistake."""
+
 Observer = Callable[[GenerationRecord, RequestRecord | None], None]
 
 
@@ -222,7 +225,7 @@ class Legs:
                         record.gaps.note(record.completion_tokens)
                     yield piece
         except ServingError as error:
-            record.error, record.refused = error.message, error.status in {*_REFUSALS, _NOT_FOUND}
+            record.error, record.refused = error.message, error.status in _OF_THE_CLIENT
             raise
         except Exception as error:
             record.error = f"{type(error).__name__}: {error}"
@@ -631,4 +634,4 @@ def _may_hold(fault: BaseException | None) -> bool:
     """Whether a prefill engine that failed in this way may hold KV: it has computed, and the answer was lost."""
     if not isinstance(fault, LegError):
         return True
-    return fault.executed and fault.status not in (_REFUSALS | {_NOT_FOUND})
+    return fault.executed and fault.status not in _OF_THE_CLIENT
