@@ -19,6 +19,7 @@ import orjson
 MODEL = "m"
 """The name under which benchmarks have their model served."""
 _ERRORS_KEPT = 3
+_SLOWEST_KEPT = 3
 
 
 class AskError(Exception):
@@ -162,6 +163,28 @@ class Answers:
             "itl_p50_ms": _rounded(gaps_s, 50, 1e3, 2),
             "itl_p99_ms": _rounded(gaps_s, 99, 1e3, 2),
             "itl_max_ms": _rounded(gaps_s, 100, 1e3, 2),
+            "slowest": self._slowest(),
+        }
+
+    def _slowest(self) -> dict[str, Any]:
+        """The longest waits for a token, and when they ended by the monotonic clock, which engines trace by."""
+        waits = [
+            (b - a, b, index + 1, one.request_id)
+            for one in self.good
+            for index, (a, b) in enumerate(itertools.pairwise(one.chunk_s))
+        ]
+        second = [wait for wait in waits if wait[2] == 1]
+        return {
+            name: [
+                {
+                    "request_id": request_id,
+                    "chunk": index,
+                    "gap_ms": round(gap_s * 1e3, 2),
+                    "monotonic_s": round(at_s, 4),
+                }
+                for gap_s, at_s, index, request_id in sorted(some, reverse=True)[:_SLOWEST_KEPT]
+            ]
+            for name, some in (("second", second), ("later", [wait for wait in waits if wait[2] > 1]))
         }
 
 

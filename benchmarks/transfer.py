@@ -70,6 +70,8 @@ from serving import ServiceFailedError, Up, end_in_order, free_ports, keep_logs,
 _WARM_UPS = 2
 _IDLE_TOKENS = 16
 _SATURATING = 6
+_FEWEST = _SATURATING + 4
+"""Prompts of a round, without which no interval can be told."""
 _ROUNDS = 2
 _REQUEST_S = 120.0
 _PATIENCE_S = 40.0
@@ -349,7 +351,12 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=8000)
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--idle", type=int, default=9, help="idle requests each way")
-    parser.add_argument("--prefill-prompts", type=int, default=40, help="prompts a round of the prefill cost; 0: none")
+    parser.add_argument(
+        "--prefill-prompts",
+        type=int,
+        default=40,
+        help=f"prompts a round of the prefill cost, {_FEWEST} at least; 0: none",
+    )
     parser.add_argument("--gpus", type=lambda text: [int(one) for one in text.split(",")], default=[0, 1])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--max-length", type=int, default=16384)
@@ -359,7 +366,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--flags", default="[]", help="more vLLM flags for both engines, a JSON list")
     parser.add_argument("--limit-s", type=float, default=270.0, help="longest time of an arm, its start included")
     parser.add_argument("--commit", help="of the measured tree, where it lies without its repository")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if 0 < options.prefill_prompts < _FEWEST:
+        parser.error(f"--prefill-prompts is 0, or {_FEWEST} at least: the first {_SATURATING} only fill the engine")
+    return options
 
 
 def main() -> None:
