@@ -123,6 +123,63 @@ def test_the_system_is_asked_with_the_engines_cores():
     assert python("-c", GO, str(other)) == str(other)
 
 
+# how an engine's processes wait for each other
+
+WAITING = """
+import os, sys
+order = ["torch" in sys.modules, os.environ.get("SEEN")]
+
+
+def sched_yield():
+    os.sched_yield()
+"""
+WAIT = """
+import time, trivet.fleet.vllm
+slept = []
+time.sleep = slept.append
+from vllm.distributed.device_communicators import shm_broadcast
+shm_broadcast.sched_yield()
+print(slept, shm_broadcast.order)
+"""
+POLLING = "vllm.distributed.device_communicators.shm_broadcast"
+
+
+@pytest.fixture
+def polling(tmp_path):
+    module(tmp_path, "vllm.env_override", "import os\n\nos.environ['SEEN'] = 'yes'\n")
+    module(tmp_path, POLLING, WAITING)
+    return tmp_path
+
+
+def test_an_engine_with_its_own_cores_sleeps_between_looks(polling):
+    assert python("-c", WAIT, packages=polling, TRIVET_CPU_CORES="0") == "[0.0002] [False, 'yes']"
+
+
+def test_without_cores_of_its_own_an_engine_polls_as_vllm_does(polling):
+    assert python("-c", WAIT, packages=polling) == "[] [False, None]"
+
+
+@pytest.mark.parametrize("other", [None, "import no_such_module\n", "order = ['', '']\n"])
+def test_a_vllm_that_polls_in_another_way_is_left_alone(polling, other):
+    path = polling.joinpath(*POLLING.split(".")).with_suffix(".py")
+    path.unlink() if other is None else path.write_text(other)
+    assert python("-c", "import trivet.fleet.vllm; print('on')", packages=polling, TRIVET_CPU_CORES="0") == "on"
+
+
+def test_the_installed_vllms_processes_yield_between_looks():
+    """Read, not imported, as it brings torch."""
+    if (vllm := importlib.util.find_spec("vllm")) is None:
+        pytest.skip("vLLM is not installed")
+    path = Path(vllm.submodule_search_locations[0]).joinpath(*POLLING.split(".")[1:]).with_suffix(".py")
+    tree = ast.parse(path.read_text())
+    imported = {one.name for node in tree.body if isinstance(node, ast.ImportFrom) for one in node.names}
+    assert "sched_yield" in imported
+    (waiting,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "SpinCondition"]
+    (wait,) = [node for node in waiting.body if isinstance(node, ast.FunctionDef) and node.name == "wait"]
+    called = {node.func.id for node in ast.walk(wait) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    assert "sched_yield" in called
+
+
 # NIXL's progress thread
 
 NIXL = """

@@ -544,3 +544,48 @@ def test_its_threads_end_with_it(prefill):
     threads = [thread for thread in threading.enumerate() if thread.name in names]
     prefill.sender.close()
     until(lambda: not any(thread.is_alive() for thread in threads if thread is prefill.sender._thread))
+
+
+# the device's queue
+
+
+def test_the_main_thread_stays_near_its_device(folder, decode, monkeypatch):
+    """On a device whose every layer takes its time, no more than the allowed layers are launched and not begun."""
+    most, done, ahead = 4, threading.Semaphore(0), []
+    layers = 6
+
+    class Event:
+        launched = happened = 0
+
+        def __init__(self, blocking):
+            self.number = None
+
+        def record(self):
+            Event.launched += 1
+            self.number = Event.launched
+            ahead.append(Event.launched - Event.happened)
+
+        def synchronize(self):
+            until(lambda: Event.happened >= self.number)
+
+    def device():
+        while done.acquire(timeout=5):
+            Event.happened += 1
+
+    monkeypatch.setattr(module, "_MOST_AHEAD", most)
+    with PrefillWorker(folder, groups=(0,) * layers) as prefill:
+        lands(prefill, decode, "a")  # KV leaves layer by layer from the next step on
+        threading.Thread(target=device, daemon=True).start()
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        sender = prefill.sender
+        for step in range(3):
+            prompt = Prompt(f"b{step}", 100)
+            sender.begin(StepPlan(chunks=(prefill.chunk(prompt),)))
+            monkeypatch.setattr(sender._pages, "device", torch.device("cuda"))
+            for layer in sender._pages.layers:
+                threading.Timer(0.02, done.release).start()
+                sender.layer_done(layer.name)
+            sender.step_done()
+            monkeypatch.setattr(sender._pages, "device", torch.device("cpu"))
+    assert len(ahead) == 3 * layers
+    assert max(ahead) <= most + 1, "one more is launched before it is waited"

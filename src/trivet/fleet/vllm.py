@@ -7,6 +7,11 @@ Spawned workers import this module again as their main module, so what stands at
 - vLLM's NIXL worker pins its main thread, which computes, to the last core of each NUMA node
   (``nixl/base_worker.py``: ``os.sched_setaffinity(0, rsv_cores_for_kv)``). Two engines on a host then compute on
   one core. With ``TRIVET_CPU_CORES=0,1`` no thread of this engine leaves those cores.
+- An engine's two processes poll for each other's messages without pause for a second after the last one
+  (``shm_broadcast.py``: ``SpinCondition.wait``, ``sched_yield``), which takes up to half of a core that a worker
+  computes on. A decode engine polls all the while that a request waits for its KV: on two cores prompts then took
+  prefill twice as long. With ``TRIVET_CPU_CORES`` each look is followed by 0.2 ms of sleep. (To let them wait for
+  the notification, which vLLM sends as well, lost some: such a wait ends after 5 s.)
 - NIXL's progress thread polls without pause and takes a whole core while idle. With
   ``TRIVET_NIXL_PROGRESS_THREAD=0`` there is none; transfers advance when vLLM polls for them, as it does in each
   step while any is pending.
@@ -19,7 +24,10 @@ from __future__ import annotations
 import importlib.metadata as metadata
 import importlib.util
 import os
+import time
 from collections.abc import Iterable
+
+_LOOK_EVERY_S = 0.0002
 
 _real_version = metadata.version
 _real_setaffinity = os.sched_setaffinity
@@ -55,9 +63,20 @@ def _without_progress_thread() -> None:
         nixl_agent_config.__init__.__defaults__ = (False, *defaults[1:])
 
 
+def _poll_gently() -> None:
+    try:
+        import vllm.env_override  # noqa: F401  (what it sets must be set before torch comes in)
+        from vllm.distributed.device_communicators import shm_broadcast
+    except ImportError:  # no vLLM, which its command says better, or one that polls in another way
+        return
+    if hasattr(shm_broadcast, "sched_yield"):
+        shm_broadcast.sched_yield = lambda: time.sleep(_LOOK_EVERY_S)
+
+
 metadata.version = _version
 if _cores := os.environ.get("TRIVET_CPU_CORES"):
     _stay_on(frozenset(int(core) for core in _cores.split(",")))
+    _poll_gently()
 if os.environ.get("TRIVET_NIXL_PROGRESS_THREAD") == "0" and importlib.util.find_spec("nixl"):
     _without_progress_thread()
 
