@@ -36,9 +36,10 @@ def idle_cells(arm: dict[str, Any], side: str) -> str:
     if side == "colocated":
         return f"{number(idle.get('colocated_ttft_s'), 3)} s | - | - | -"
     handover = row["handover_ms"] or {}
+    cost = "-" if row["prefill_cost_pct"] is None else f"{number(row['prefill_cost_pct'])}%"
     return (
         f"{number(row['idle_ttft_s'], 3)} s | {number(row['idle_ttft_ratio'], 2)} | "
-        f"{number(handover.get('median'))} / {number(handover.get('max'))} ms | {number(row['prefill_cost_pct'])}%"
+        f"{number(handover.get('median'))} / {number(handover.get('max'))} ms | {cost}"
     )
 
 

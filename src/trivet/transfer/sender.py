@@ -30,7 +30,7 @@ from trivet.transfer.plan import Chunk, StepPlan
 from trivet.transfer.settings import Settings
 from trivet.transfer.slots import Slots
 from trivet.transfer.stats import Counts
-from trivet.transfer.streams import Lead, own_stream
+from trivet.transfer.streams import own_stream
 from trivet.transfer.trace import Trace
 
 logger = logging.getLogger("vllm.trivet")
@@ -39,9 +39,6 @@ _FEWEST_GROUPS = 4
 """Into at least so many groups of layers a chunk is cut, that something overlaps and the last group is small."""
 _FEWEST_SLOTS = 2
 """So that one is filled while another is read."""
-_MOST_AHEAD = 32
-"""Layers that may be launched and not begun: some 500 launches where nothing is compiled, half of what a stream takes,
-and far more work than the device does while a thread wakes up."""
 _MOST_EARLY = 4096
 """Wants of a peer for transfers that this worker has not heard of yet: far more than an engine has requests at once."""
 
@@ -146,7 +143,6 @@ class Sender:
         self._sends_early: bool | None = None
         """Whether a layer is final once its hook was called; None until a step has shown it."""
         self._runs_again = False
-        self._lead = Lead(_MOST_AHEAD)
         self._last: _Ready | None = None
         """A step's last layers. Told of when it is over, so that no transfer is complete before it is known that none
         ran twice."""
@@ -247,9 +243,6 @@ class Sender:
             self._launched.put(ready)
         else:
             self._last = ready
-        if event is not None:
-            with contextlib.suppress(RuntimeError):  # what is wrong with the device, the watcher tells
-                self._lead.launched(len(ready.layers), event)
 
     def _sends_late(self) -> None:
         """A layer that a step runs more than once is final only when the step is over."""
