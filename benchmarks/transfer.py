@@ -9,7 +9,7 @@ outstanding tokens. So both sides go through a gateway, and run on the same engi
 random token ids, each used once; prefix caching is off; greedy, ``ignore_eos``. Results of several runs merge into one
 file, arm by arm, and every arm holds its own colocated figures. Compare within an arm, not across machines.
 
-Figures of an arm (``summary``; all are the client's):
+Figures of an arm (``summary``; the split ones of its first rate in the arm itself as well; all are the client's):
 
 - ``idle_ttft_s``: median TTFT of split requests, one at a time; ``idle_ttft_ratio``: divided by that of colocated ones,
   which are asked in turn with them. ``direct_ttft_s``: asked of the prefill engine itself, without any gateway.
@@ -252,11 +252,24 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
+def figures(row: dict[str, Any]) -> dict[str, Any]:
+    """The split side of a row as plain numbers, of the first rate that was measured."""
+    load = next((row[key] for key in row if key.startswith("split at ")), {})
+    names = ("second_token_gap_p99_ms", "itl_p50_ms", "itl_p99_ms", "itl_max_ms", "ttft_p50_s", "ttft_p99_s")
+    return {
+        "idle_ttft_ratio": row["idle_ttft_ratio"],
+        "handover_ms": (row["handover_ms"] or {}).get("median"),
+        **{name: load.get(name) for name in names},
+        "prefill_cost_pct": row["prefill_cost_pct"],
+    }
+
+
 async def measure(bench: Bench, say: Say, save: Save) -> None:
     """All of one arm, saved piece by piece."""
 
     def done(what: str) -> None:
         bench.result["summary"] = summary(bench.result)
+        bench.result |= figures(bench.result["summary"])
         save()
         say(what)
 
