@@ -100,6 +100,8 @@ def test_completions_are_equal_token_for_token(deployment, conftest, name):
     [(name, how) for name in LENGTHS for how in ("zero", "mistake") if how == "zero" or LENGTHS[name] > BLOCK_TOKENS],
 )
 def test_a_spoiled_block_is_noticed(deployment, conftest, name, how):
+    if LENGTHS[name] == 1 and not deployment.plan.connector.hands_over_first_token:
+        pytest.skip("decode computes the last prompt token itself, and here there is no other")
     body = completion(ids_of(LENGTHS[name]))
     with deployment.spoiling(how):
         split = conftest.post(f"{deployment.url}/v1/completions", conftest.salted(body))
