@@ -173,7 +173,9 @@ class Answers:
             for one in self.good
             for index, (a, b) in enumerate(itertools.pairwise(one.chunk_s))
         ]
-        second = [wait for wait in waits if wait[2] == 1]
+        seconds = {one.request_id for one in self.good if one.chunk_tokens[0] == 1}
+        second = [wait for wait in waits if wait[2] == 1 and wait[3] in seconds]
+        later = [wait for wait in waits if wait[2] > 1 or wait[3] not in seconds]
         return {
             name: [
                 {
@@ -184,7 +186,7 @@ class Answers:
                 }
                 for gap_s, at_s, index, request_id in sorted(some, reverse=True)[:_SLOWEST_KEPT]
             ]
-            for name, some in (("second", second), ("later", [wait for wait in waits if wait[2] > 1]))
+            for name, some in (("second", second), ("later", later))
         }
 
 

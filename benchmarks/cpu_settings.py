@@ -1,10 +1,11 @@
-"""What Trivet's two settings for CPU engines are worth: cores kept, NIXL without its progress thread.
+"""What Trivet's settings for CPU engines are worth: cores kept, no polling, NIXL without its progress thread.
 
-    python benchmarks/cpu_settings.py --out DIR --model PATH
+    python benchmarks/cpu_settings.py --out DIR --model PATH [--connector TrivetConnector]
 
 Runs the same pair twice in one run, first as vLLM starts it (its environment without ``TRIVET_CPU_CORES`` and
 ``TRIVET_NIXL_PROGRESS_THREAD``), then as Trivet does, and compares medians of the prefill leg, the handover and the
-time a token of the same requests. See ``trivet.fleet.vllm`` for what the settings change.
+time a token of the same requests. With TrivetConnector, which pins nothing and has no such thread, the difference is
+the polling alone. See ``trivet.fleet.vllm`` for what the settings change.
 """
 
 from __future__ import annotations
@@ -62,13 +63,15 @@ async def measure(plan: Plan, logs: Path, requests: int, tokens_in: int) -> dict
 
 async def run(options: argparse.Namespace) -> dict[str, object]:
     ports = PortBook()
-    plan = make_plan(parse_topology(topology(options.model, "cpu", [], 2048)), ports, model=options.model)
+    asked = json.loads(topology(options.model, "cpu", [], 2048)) | {"kv": {"connector": options.connector}}
+    plan = make_plan(parse_topology(json.dumps(asked)), ports, model=options.model)
     out = Path(options.out)
     theirs = await measure(without_ours(plan), out / "vllm", options.requests, options.tokens_in)
     ours = await measure(plan, out / "trivet", options.requests, options.tokens_in)
     ports.close()
     return {
         "versions": versions(),
+        "connector": options.connector,
         "requests": options.requests,
         "tokens_in": options.tokens_in,
         "vllm's settings": theirs,
@@ -81,11 +84,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="folder for result and logs")
     parser.add_argument("--model", required=True, help="model folder")
+    parser.add_argument("--connector", default="NixlConnector", choices=["NixlConnector", "TrivetConnector"])
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--tokens-in", type=int, default=400)
     options = parser.parse_args()
     facts = asyncio.run(asyncio.wait_for(run(options), 900))
-    (Path(options.out) / "cpu_settings.json").write_text(json.dumps(facts, indent=1) + "\n")
+    name = "cpu_settings.json" if options.connector == "NixlConnector" else "cpu_polling.json"
+    (Path(options.out) / name).write_text(json.dumps(facts, indent=1) + "\n")
     print(json.dumps(facts, indent=1))
 
 

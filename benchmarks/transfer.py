@@ -255,21 +255,29 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
 def figures(row: dict[str, Any]) -> dict[str, Any]:
     """The split side of a row as plain numbers, of the first rate that was measured."""
     load = next((row[key] for key in row if key.startswith("split at ")), {})
+    handover = row["handover_ms"] or {}
     names = ("second_token_gap_p99_ms", "itl_p50_ms", "itl_p99_ms", "itl_max_ms", "ttft_p50_s", "ttft_p99_s")
     return {
         "idle_ttft_ratio": row["idle_ttft_ratio"],
-        "handover_ms": (row["handover_ms"] or {}).get("median"),
+        "handover_ms": handover.get("median"),
+        "handover_definition": handover.get("definition"),
+        "second_token_delay_ms": handover.get("second_token_delay_ms"),
         **{name: load.get(name) for name in names},
         "prefill_cost_pct": row["prefill_cost_pct"],
     }
+
+
+def tell(result: dict[str, Any]) -> None:
+    """Puts the figures of what was measured so far into an arm."""
+    result["summary"] = summary(result)
+    result |= figures(result["summary"])
 
 
 async def measure(bench: Bench, say: Say, save: Save) -> None:
     """All of one arm, saved piece by piece."""
 
     def done(what: str) -> None:
-        bench.result["summary"] = summary(bench.result)
-        bench.result |= figures(bench.result["summary"])
+        tell(bench.result)
         save()
         say(what)
 
@@ -317,7 +325,7 @@ async def run_arm(arm: Arm, options: argparse.Namespace, result: dict[str, Any],
         except (ServiceFailedError, AskError, aiohttp.ClientError, ExceptionGroup) as error:
             result["stopped"] = told_of(error)[:2000]
         finally:
-            result["summary"] = summary(result)
+            tell(result)
             keep_logs(services, options.logs / f"{arm.name}.log")
             save()
     say(f"ended{': ' + result['stopped'] if result['stopped'] else ''}")
