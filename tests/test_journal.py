@@ -42,6 +42,7 @@ def test_a_split_generation_in_plain_values():
         "decode_engine": "decode-0",
         "prompt_tokens": 3,
         "cached_tokens": 2,
+        "cache_known_by": "",
         "completion_tokens": 20,
         "finish_reason": "stop",
         "error": None,
@@ -80,6 +81,7 @@ def test_a_request_in_plain_values():
         "request_id": "req-1",
         "path": "/v1/completions",
         "status": 200,
+        "served": None,
         "queue_ms": None,
         "generations": [generation().facts(10.0)],
     }

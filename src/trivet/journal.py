@@ -94,11 +94,16 @@ class GenerationRecord:
     end_s: float | None = None
     cached_tokens: int | None = None
     """Prompt tokens that the engine which computed the prompt found in its own prefix cache."""
+    cache_known_by: str = ""
+    """How it was known, when engines were chosen, what the one that computes the prompt had cached: ``events``, as it
+    had told itself, or ``guess``; empty if no engine was asked."""
     completion_tokens: int = 0
     finish_reason: str | None = None
     error: str | None = None
     refused: bool = False
     """That error blames the request, in words that may quote it."""
+    late: bool = False
+    """That error is a deadline of the client's own: it would not wait for so long."""
     transfer_problem: str | None = None
     """Why decode computed the prompt itself: in the words of prefill's connector, or that decode's log says it."""
     cached_late: Mapping[str, int | None] | None = None
@@ -122,6 +127,7 @@ class GenerationRecord:
             "decode_engine": self.decode_engine,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
+            "cache_known_by": self.cache_known_by,
             "completion_tokens": self.completion_tokens,
             "finish_reason": self.finish_reason,
             "error": self.error,
@@ -155,6 +161,8 @@ class RequestRecord:
     """Whether it is split wherever it can be, whatever that costs."""
     deadline_s: float | None = None
     """When the client's time is up, on the clock of ``now_s``; None if it has all time."""
+    deadline_is_own: bool = False
+    """Whether the client said so itself, and not only the topology."""
     forwarded: Mapping[str, str] = field(default_factory=dict)
     """The client's headers that engines see."""
     may_steer: bool = False
@@ -193,6 +201,7 @@ class RequestRecord:
             "request_id": self.request_id,
             "path": self.path,
             "status": self.status,
+            "served": self.served,
             "queue_ms": _ms(self.queued_s, self.admitted_s),
             "generations": [one.facts(self.arrived_s) for one in self.generations],
         }

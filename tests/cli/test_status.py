@@ -1,11 +1,13 @@
 import json
 import os
+import ssl
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from helpers.certificates import write_certificate
 from helpers.engines import nobody_listens
 
 ENGINES = [
@@ -97,10 +99,50 @@ def test_the_service_that_was_started_last_is_asked(trivet, gateway):
     assert trivet("status").out.startswith(f"gateway {gateway.url}: ")
 
 
+@pytest.fixture
+def https(gateway, tmp_path):
+    """The gateway over HTTPS, with a certificate that nobody vouches for."""
+    certificate, key = write_certificate(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    gateway.socket = context.wrap_socket(gateway.socket, server_side=True)
+    gateway.url = gateway.url.replace("http:", "https:")
+    return certificate
+
+
+def test_the_last_services_own_certificate_is_trusted(trivet, gateway, https):
+    """It need not name 127.0.0.1, and nobody need vouch for it."""
+    trivet.state.mkdir()
+    known = {"pid": os.getpid(), "url": gateway.url, "certificate": str(https)}
+    (trivet.state / "last.json").write_text(json.dumps(known))
+    assert trivet("status").out.startswith(f"gateway {gateway.url}: ")
+
+
+def test_another_gateways_certificate_can_be_given(trivet, gateway, https, tmp_path):
+    assert trivet("status", "--url", gateway.url, "--certificate", str(https)).status == 0
+    for more in ((), ("--certificate", str(write_certificate(tmp_path, "other")[0]))):
+        done = trivet("status", "--url", gateway.url, *more)
+        assert (done.status, done.err.count("\n")) == (1, 1)
+        assert "shows a certificate that is not trusted here" in done.err
+        assert "--certificate FILE" in done.err
+    done = trivet("status", "--url", gateway.url, "--certificate", "/none.pem")
+    assert (done.status, done.err.count("\n"), "/none.pem is no certificate" in done.err) == (1, 1, True)
+
+
 def test_where_no_service_runs_a_person_is_told(trivet):
     done = trivet("status")
     assert (done.status, done.out) == (1, "")
     assert done.err == "trivet: no service runs here -> start one with `trivet up`, or give --url\n"
+
+
+def test_a_problem_that_is_over_is_told_with_its_time(trivet, gateway):
+    past = {"last_problem": "was ended by signal 9", "last_problem_at": "2026-11-30T13:08:11Z"}
+    engines = [{**ENGINES[0], **past}, {**ENGINES[1], **past}]
+    gateway.body = json.dumps({**STATUS, "engines": engines}).encode()
+    assert trivet("status", "--url", gateway.url).out.splitlines()[-2:] == [
+        "prefill-0: was ended by signal 9 (2026-11-30T13:08:11Z; it is over)",
+        "decode-0: was ended by signal [9]",
+    ]
 
 
 @pytest.mark.parametrize("how", ["option", "environment"])
@@ -152,6 +194,28 @@ def test_an_address_where_nobody_answers_is_told(trivet):
         )
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "nonsense", "http://", "ftp://localhost"])
-def test_what_is_no_address_is_told(trivet, url):
-    assert refusal(trivet, url).startswith(f"trivet: {url.rstrip('/')} does not answer (")
+@pytest.mark.parametrize("url", ["localhost:8000", "nonsense", "http://", "ftp://localhost", "http://a:99999"])
+def test_what_is_no_url_is_told(trivet, url):
+    assert refusal(trivet, url) == (
+        f"trivet: {url!r} is no URL of a gateway -> write --url http://HOST:PORT, such as http://127.0.0.1:8000"
+    )
+
+
+def test_a_key_that_is_wrong_is_told(trivet, gateway):
+    gateway.status = 401
+    done = trivet("status", "--url", gateway.url, "--api-key", "wrong")
+    assert (done.status, done.out) == (1, "")
+    assert done.err == (
+        f"trivet: {gateway.url} does not take this API key -> give one of its gateway.api_keys: --api-key KEY, or "
+        "TRIVET_API_KEY\n"
+    )
+
+
+def test_lines_are_whole_where_nobody_looks_at_a_terminal(trivet, gateway):
+    long = {**ENGINES[1], "name": "decode-" + "x" * 120, "url": "http://" + "y" * 120 + ":8101", "problem": "z " * 90}
+    gateway.body = json.dumps({**STATUS, "engines": [ENGINES[0], long]}).encode()
+    done = trivet.process("status", "--url", gateway.url, env={"COLUMNS": "40"})
+    assert (done.status, done.err) == (0, "")
+    lines = done.out.splitlines()
+    assert len(lines) == 5
+    assert lines[3].split() == ["decode", long["name"], "failed", "-", "-", "-", "3", long["url"]]

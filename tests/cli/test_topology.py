@@ -62,13 +62,32 @@ def test_a_file_that_is_there_is_overwritten_if_that_is_wanted(trivet, topology)
     assert topology.read_text() == TEMPLATE
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"), [("missing/trivet.yaml", "No such file or directory"), (".", "Is a directory")]
-)
-def test_a_place_that_cannot_be_written_is_told(trivet, tmp_path, name, reason):
-    done = trivet("topology", "init", tmp_path / name, "--force")
+def test_a_place_that_cannot_be_written_is_told(trivet, tmp_path):
+    done = trivet("topology", "init", tmp_path, "--force")
     assert (done.status, done.out) == (2, "")
-    assert done.err == f"trivet: {tmp_path / name} cannot be written: {reason}\n"
+    assert done.err == f"trivet: {tmp_path} cannot be written: Is a directory -> give another path\n"
+
+
+@pytest.mark.parametrize("folder", ["missing", "missing/more of it", "a file"])
+def test_a_folder_that_is_missing_is_told_with_how_to_make_it(trivet, tmp_path, monkeypatch, folder):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a file").touch()
+    done = trivet("topology", "init", f"{folder}/trivet.yaml")
+    assert (done.status, done.out) == (2, "")
+    assert done.err == (
+        f"trivet: {folder}/trivet.yaml: there is no folder {folder} -> make it first (mkdir -p {shlex.quote(folder)}), "
+        "or give another path\n"
+    )
+
+
+def test_a_model_that_is_missing_is_told_with_its_line(trivet, tmp_path):
+    path = tmp_path / "t.yaml"
+    path.write_text("tiers: {mixed: }\nmodel:\n  name: ./missing\n")
+    done = trivet("topology", "show", path)
+    assert (done.status, done.out) == (2, "")
+    assert done.err == (
+        f"trivet: {path}:3: model.name: there is no folder {tmp_path}/missing -> give a folder or a hub name\n"
+    )
 
 
 # show

@@ -17,6 +17,7 @@ from trivet.routing.engines import Engines, EngineView
 from trivet.sim.pool import BlockPool
 from trivet.sim.settings import SimSettings
 from trivet.sim.stats import Stats
+from trivet.topology import parse_topology
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = json.loads((ROOT / "docs/dashboards/trivet.json").read_text())
@@ -117,6 +118,21 @@ def test_the_operations_page_tells_of_everything_a_gateway_exposes():
     assert told == {family(name) for name in GATEWAY}
     alerts = set(re.findall(r"^\| `(Trivet\w+)` \|", page, re.MULTILINE))
     assert alerts == {rule["alert"] for rule in ALERTS}
+
+
+def test_the_example_scrapes_the_ports_that_its_topology_names():
+    page = (ROOT / "docs/operations.md").read_text()
+    section = page.partition("### Dashboard and alerts")[2].partition("| Alert |")[0]
+    topology, scrape = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
+    named = parse_topology(topology)
+    jobs = {job["job_name"]: job["static_configs"] for job in yaml.safe_load(scrape)["scrape_configs"]}
+    ports = {
+        name: [int(target.rpartition(":")[2]) for config in configs for target in config["targets"]]
+        for name, configs in jobs.items()
+    }
+    engines = [*named.tiers.prefill.listed(), *named.tiers.decode.listed()]
+    assert ports == {"trivet-gateway": [named.gateway.port], "trivet-engines": [one.port for one in engines]}
+    assert {named.gateway.host, *(one.bind for one in engines)} == {"0.0.0.0"}
 
 
 def test_the_dashboard_is_one_that_grafana_imports():

@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import aiohttp
@@ -199,9 +200,12 @@ async def test_the_facts_of_an_engine(tmp_path):
             "device": "cpu",
             "state": "ready",
             "ready": True,
+            "leaving": False,
             "generation": 1,
             "restarts": 0,
             "problem": None,
+            "last_problem": None,
+            "last_problem_at": None,
             "log": str(tmp_path / "logs" / "mixed-0.log"),
             "cached_block_tokens": 16,
             "api_key": None,
@@ -351,7 +355,11 @@ async def test_a_crash_is_noticed_within_a_second_and_the_engine_started_again(t
         assert fleet.states() == ["starting", "starting", "ready", "failed", "starting", "ready"]
         again = [one for one in fleet.news if one.generation == 2]
         assert again[0].at_s - failed.at_s >= 0.3
-        assert fleet.engines["mixed-0"].facts()["restarts"] == 1
+        facts = fleet.engines["mixed-0"].facts()
+        assert (facts["restarts"], facts["problem"]) == (1, None)
+        assert facts["last_problem"] == "was ended by signal 9"
+        told = datetime.strptime(facts["last_problem_at"], "%Y-%m-%dT%H:%M:%S%z")
+        assert abs(datetime.now(UTC) - told) < timedelta(minutes=1)
 
 
 async def test_the_others_serve_on_while_one_is_started_again(tmp_path):
@@ -515,17 +523,34 @@ async def test_a_fleet_that_was_not_started_can_be_stopped(tmp_path):
 # engines of others
 
 
-async def test_an_engine_of_someone_else_is_waited_for(tmp_path):
+@pytest.mark.parametrize(
+    ("health", "why"),
+    [(None, "it does not answer there yet"), (503, "what answers there says that it has died")],
+)
+async def test_an_engine_of_someone_else_is_waited_for(tmp_path, health, why):
     async with ForeignEngine() as engine, fleet_of(tmp_path, engine) as fleet:
-        engine.health = None
+        engine.health = health
         starting = asyncio.create_task(fleet.start())
+        assert (await fleet.said(State.WAITING, times=2)).problem == why
         await asyncio.sleep(0.2)
-        assert fleet.states() == ["waiting"]
+        assert fleet.states() == ["waiting", "waiting"], "it is told once"
         assert not starting.done()
         engine.health = 200
         await asyncio.wait_for(starting, WAIT_S)
-        assert fleet.states() == ["waiting", "ready"]
-        assert fleet.engines["decode-0"].facts()["log"] is None
+        assert fleet.states() == ["waiting", "waiting", "ready"]
+        facts = fleet.engines["decode-0"].facts()
+        assert (facts["log"], facts["problem"], facts["last_problem"]) == (None, None, None)
+
+
+async def test_where_nothing_listens_that_is_what_is_waited_for(tmp_path):
+    async with ForeignEngine() as engine:
+        await engine.vanish()
+        async with fleet_of(tmp_path, engine) as fleet:
+            starting = asyncio.create_task(fleet.start())
+            told = await fleet.said(State.WAITING, times=2)
+            assert told.problem == "nothing listens there yet, or there is no such host"
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
 
 
 async def test_an_engine_on_another_host_is_followed_too(tmp_path):
@@ -550,6 +575,7 @@ async def test_an_engine_of_someone_else_is_left_out_while_it_says_that_it_has_d
         engine.health = 200
         back = await fleet.said(State.READY, times=2)
         assert (back.generation, back.problem) == (2, None)
+        assert fleet.engines["decode-0"].facts()["last_problem"] == "says that it has died"
         assert len(engine.keys) == 2, "one that comes back has to generate a token first"
 
 
@@ -707,3 +733,138 @@ async def test_engines_of_others_are_not_ended(tmp_path):
         async with aiohttp.ClientSession() as session:
             assert await probe.health(session, engine.plan.url) is probe.Health.OK
         assert fleet.engines["decode-0"].pid is None
+
+
+# engines that come and go while others serve
+
+
+async def test_an_engine_joins_a_fleet_that_serves(tmp_path):
+    first, second = FakeEngine(tmp_path, "decode-0"), FakeEngine(tmp_path, "decode-1", health=500)
+    async with fleet_of(tmp_path, first) as fleet:
+        await fleet.start()
+        joining = asyncio.create_task(fleet.join([second.plan]))
+        await fleet.said(State.STARTING, "decode-1")
+        await asyncio.sleep(0.1)
+        assert not joining.done()
+        second.behave()
+        await asyncio.wait_for(joining, WAIT_S)
+        assert [one.state for one in fleet.engines.values()] == ["ready", "ready"]
+        assert len(first.noted("starts")) == 1
+        os.kill(second.pid, signal.SIGKILL)  # from now on it is as the others
+        await fleet.said(State.READY, "decode-1", times=2)
+    assert left_of(second.noted("starts")) == []
+
+
+async def test_engines_of_which_one_cannot_join_do_not_join(tmp_path):
+    first, good = FakeEngine(tmp_path, "decode-0"), FakeEngine(tmp_path, "decode-1")
+    bad = FakeEngine(tmp_path, "decode-2", start=3)
+    async with fleet_of(tmp_path, first) as fleet:
+        await fleet.start()
+        with pytest.raises(EngineFailedError, match=r"^engine decode-2 ended with exit status 3 -> its log is "):
+            await asyncio.wait_for(fleet.join([good.plan, bad.plan]), WAIT_S)
+        assert list(fleet.engines) == ["decode-0"]
+        assert left_of([*good.noted("starts"), *bad.noted("starts")]) == []
+        assert len(first.noted("starts")) == 1
+
+
+async def test_an_engine_of_someone_else_that_never_comes_does_not_join(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "_START_LIMIT_S", 0.3)
+    plan = EnginePlan("mixed-1", "mixed", f"http://127.0.0.1:{unused_port()}", "cuda", "someone else")
+    async with fleet_of(tmp_path, FakeEngine(tmp_path)) as fleet:
+        await fleet.start()
+        with pytest.raises(EngineFailedError, match=r"^engine mixed-1 was not ready after 0 s -> is it running there"):
+            await asyncio.wait_for(fleet.join([plan]), WAIT_S)
+        assert list(fleet.engines) == ["mixed-0"]
+
+
+async def test_an_engine_that_leaves_runs_until_it_parts(tmp_path):
+    kept, going = FakeEngine(tmp_path, "decode-0"), FakeEngine(tmp_path, "decode-1")
+    async with fleet_of(tmp_path, kept, going) as fleet:
+        await fleet.start()
+        fleet.leave("decode-1", "it goes")
+        facts = fleet.engines["decode-1"].facts()
+        assert (facts["state"], facts["ready"], facts["leaving"], facts["problem"]) == (
+            "leaving",
+            False,
+            True,
+            "it goes",
+        )
+        await asyncio.sleep(0.2)
+        assert fleet.engines["decode-1"].state == "leaving"
+        assert left_of([going.pid], within_s=0) == [going.pid]
+        await fleet.part(["decode-1"])
+        assert fleet.states("decode-1")[-2:] == ["stopped", "stopped"]
+        assert list(fleet.engines) == ["decode-0"]
+        assert len(going.noted("ends")) == 1, "it could end by itself"
+        assert left_of([going.pid]) == []
+
+
+async def test_an_engine_that_ends_while_it_leaves_is_not_started_again(tmp_path):
+    engine = FakeEngine(tmp_path)
+    async with fleet_of(tmp_path, engine) as fleet:
+        await fleet.start()
+        fleet.leave("mixed-0", "it goes")
+        os.kill(engine.pid, signal.SIGKILL)
+        await fleet.said(State.FAILED)
+        await asyncio.sleep(0.3)
+        assert len(engine.noted("starts")) == 1
+        await fleet.part(["mixed-0"])
+        assert fleet.engines == {}
+
+
+async def test_an_engine_that_comes_up_when_it_is_to_leave_gets_nothing(tmp_path):
+    engine = FakeEngine(tmp_path, "decode-1")
+    async with fleet_of(tmp_path, FakeEngine(tmp_path, "decode-0"), engine) as fleet:
+        await fleet.start()
+        engine.behave(health=500)
+        os.kill(engine.pid, signal.SIGKILL)
+        await fleet.said(State.STARTING, "decode-1", times=3)
+        fleet.leave("decode-1", "it goes")
+        assert fleet.engines["decode-1"].facts()["leaving"] is False, "nothing runs there"
+        engine.behave()
+        await fleet.said(State.LEAVING, "decode-1")
+        assert fleet.states("decode-1").count("ready") == 1
+
+
+async def test_an_engine_of_someone_else_is_followed_while_it_leaves_and_not_stopped(tmp_path):
+    async with ForeignEngine("mixed-1") as other, fleet_of(tmp_path, FakeEngine(tmp_path), other) as fleet:
+        await fleet.start()
+        fleet.leave("mixed-1", "it goes")
+        await asyncio.sleep(0.2)
+        assert fleet.states("mixed-1")[-1] == "leaving"
+        other.health = 503
+        await fleet.said(State.WAITING, "mixed-1", times=2)
+        other.health = 200
+        await asyncio.sleep(0.2)
+        assert fleet.states("mixed-1")[-1] == "waiting", "it is not taken back"
+        await fleet.part(["mixed-1"])
+        assert list(fleet.engines) == ["mixed-0"]
+
+
+async def test_an_engine_that_comes_back_is_known_as_another(tmp_path):
+    engine = FakeEngine(tmp_path, "decode-1")
+    async with fleet_of(tmp_path, FakeEngine(tmp_path, "decode-0"), engine) as fleet:
+        await fleet.start()
+        os.kill(engine.pid, signal.SIGKILL)
+        await fleet.said(State.READY, "decode-1", times=2)
+        await fleet.part(["decode-1"])
+        await fleet.join([engine.plan])
+        facts = fleet.engines["decode-1"].facts()
+        assert (facts["generation"], facts["restarts"]) == (3, 0)
+        await fleet.part(["decode-1"])
+        fleet.resume([engine.plan])
+        await fleet.said(State.READY, "decode-1", times=4)
+        facts = fleet.engines["decode-1"].facts()
+        assert (facts["generation"], facts["restarts"]) == (4, 0)
+
+
+async def test_an_engine_that_was_there_before_is_tried_until_it_is_back(tmp_path):
+    engine = FakeEngine(tmp_path)
+    async with fleet_of(tmp_path, engine) as fleet:
+        await fleet.start()
+        await fleet.part(["mixed-0"])
+        engine.behave(start=3)
+        fleet.resume([engine.plan])
+        await fleet.said(State.FAILED, times=2)
+        engine.behave()
+        await fleet.said(State.READY, times=2)

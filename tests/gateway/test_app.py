@@ -213,7 +213,11 @@ async def test_where_nothing_can_serve_a_client_is_told_in_openais_form(path):
         response = await one.post(path)
         assert response.status_code == 503
         assert response.headers["content-type"] == "application/json"
-        assert response.json() == NOT_READY
+        error = response.json()["error"]
+        if path == "/v1/messages":  # Anthropic's form, with OpenAI's fields in it
+            assert response.json() == {"type": "error", "error": {**NOT_READY["error"], "type": "overloaded_error"}}
+        else:
+            assert {"error": error} == NOT_READY
         assert one.frontend.scopes == []
         facts = (await one.get(f"/trivet/requests/{response.headers['x-request-id']}")).json()
         assert (facts["status"], facts["path"], facts["generations"]) == (503, path, [])
@@ -606,6 +610,9 @@ async def test_asking_for_the_status_changes_nothing():
         ("POST", "/trivet/status"),
         ("GET", CHAT),
         ("DELETE", "/v1/responses"),
+        ("GET", "/v1/responses/resp_1"),
+        ("POST", "/v1/responses/resp_1/cancel"),
+        ("POST", "/v1/messages/count_tokens"),
     ],
 )
 async def test_other_requests_reach_vllms_application_as_they_are(method, path):
@@ -798,6 +805,35 @@ async def test_a_deeply_nested_body_is_looked_through():
 # limits
 
 
+@pytest.mark.parametrize("path", [*GENERATING, "/tokenize", "/v1/messages/count_tokens", "/v1/chat/completions/render"])
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_no_door_takes_a_body_that_is_too_large(path, chunked):
+    """Whether its length is said before or only seen when it comes."""
+    came = 0
+
+    async def body():
+        nonlocal came
+        for _ in range(64):
+            came += 2**18
+            yield b" " * 2**18
+
+    async with gateway(view(), rules=Rules(body_bytes=2**20)) as one:
+        headers = {} if chunked else {"content-length": str(2**24)}
+        response = await one.client.post(path, content=body(), headers=headers)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (413, 413)
+    assert error["message"] == "the body is larger than 1 MiB (gateway.limits.body_mib)"
+    assert one.frontend.scopes == []
+    assert came == (2**20 + 2**18 if chunked else 0)
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "PATCH", "DELETE", "OPTIONS"])
+async def test_nor_does_a_method_that_needs_none(method):
+    async with gateway(view(), rules=Rules(body_bytes=2**20)) as one:
+        response = await one.client.request(method, "/v1/models", content=b" " * (2**20 + 1))
+        assert (response.status_code, one.frontend.scopes) == (413, [])
+
+
 async def test_a_body_that_is_too_large_is_refused():
     async with gateway(view(), rules=Rules(body_bytes=2**20)) as one:
         assert (await one.post(body=b" " * 2**20)).status_code == 200
@@ -833,14 +869,20 @@ async def test_another_deadline_is_an_error(said):
     async with gateway(view()) as one:
         response = await one.post(x_trivet_deadline_s=said)
         assert response.status_code == 400
-        message = "X-Trivet-Deadline-S is a number of seconds above 0, such as 2.5"
+        message = (
+            "X-Trivet-Deadline-S is a number of seconds above 0 in digits, such as 30 or 2.5, at most 999999999; "
+            "leave it out for no deadline of your own"
+        )
         assert response.json()["error"]["message"] == message
         assert one.frontend.scopes == []
 
 
-async def test_a_deadline_reaches_the_legs():
+@pytest.mark.parametrize(
+    ("rule", "said", "outcome"), [(None, "0.05", "deadline"), (60.0, "0.05", "deadline"), (0.05, "60", "error")]
+)
+async def test_a_deadline_reaches_the_legs_and_is_counted_as_whose_it_is(rule, said, outcome):
     engine = FakeEngine("mixed-0", "mixed", hanging())
-    async with listening(engine), gateway(engine.view()) as one:
+    async with listening(engine), gateway(engine.view(), rules=Rules(deadline_s=rule)) as one:
         statuses = []
 
         async def serve(scope, receive, send) -> None:
@@ -852,8 +894,9 @@ async def test_a_deadline_reaches_the_legs():
                 await answer_error(send, error.status, error.message)
 
         one.frontend.serve = serve
-        assert (await one.post(x_trivet_deadline_s="0.05")).status_code == 504
+        assert (await one.post(x_trivet_deadline_s=said)).status_code == 504
         assert statuses == [504]
+        assert await one.count(f'trivet_generations_total{{outcome="{outcome}",served="colocated"}}') == 1.0
 
 
 # what engines see of a client
@@ -1273,3 +1316,60 @@ async def test_a_stream_is_not_held_where_nothing_is_told():
 
     async with gateway(view(), rules=Rules(tells_served=False)) as one:
         assert await heads_and_bodies(one, serve) == ["head: nothing", "front end goes on", "body: one"]
+
+
+# streams of other protocols
+
+
+def streaming_frontend(*pieces: bytes, fault: Exception | None = None) -> Serve:
+    async def serve(scope, receive, send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        for piece in pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        if fault is not None:
+            raise fault
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    return serve
+
+
+CREATED = b'event: response.created\ndata: {"type":"response.created","sequence_number":0}\n\n'
+
+
+async def test_a_response_that_breaks_off_inside_the_front_end_ends_with_an_error():
+    """vLLM only closes the connection there, and logs why."""
+    async with gateway(view()) as one:
+        one.frontend.serve = streaming_frontend(CREATED, fault=ValueError("no such grammar"))
+        response = await one.post("/v1/responses", {"stream": True})
+    assert response.content.startswith(CREATED + b"event: error\ndata: ")
+    told = json.loads(response.content.rpartition(b"data: ")[2])
+    assert (told["type"], told["message"], told["sequence_number"]) == ("error", "no such grammar", 1)
+    assert told["error"]["message"] == "no such grammar"
+
+
+async def test_what_fails_before_a_stream_begins_is_the_servers_to_answer():
+    async def serve(scope, receive, send) -> None:
+        raise ValueError("odd")
+
+    async with gateway(view()) as one:
+        one.frontend.serve = serve
+        with pytest.raises(ValueError, match="odd"):
+            await one.post("/v1/responses", {"stream": True})
+
+
+@pytest.mark.parametrize("stored", [{"previous_response_id": "resp_1"}, {"background": True}])
+async def test_what_needs_a_stored_response_is_refused_where_another_worker_may_have_it(stored):
+    async with gateway(view(), rules=Rules(keeps_responses=False)) as one:
+        response = await one.post("/v1/responses", {"input": "Hi", **stored})
+        assert (response.status_code, one.frontend.scopes) == (501, [])
+        assert next(iter(stored)) in response.json()["error"]["message"]
+        assert (await one.post("/v1/responses", {"input": "Hi", "store": True})).status_code == 200
+        assert (await one.post("/v1/responses/render", {"input": "Hi"})).status_code == 200
+        for method, path in [
+            ("GET", "resp_1"),
+            ("DELETE", "resp_1"),
+            ("POST", "resp_1/cancel"),
+            ("GET", "x/input_items"),
+        ]:
+            response = await one.client.request(method, f"/v1/responses/{path}")
+            assert (response.status_code, response.json()["error"]["code"]) == (501, 501)

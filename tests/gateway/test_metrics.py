@@ -9,6 +9,7 @@ from trivet.gateway.metrics import GatewayMetrics, Gauges
 from trivet.journal import GAP_BOUNDS_S, Gaps, GenerationRecord, RequestRecord
 from trivet.routing.board import Board
 from trivet.routing.engines import Engines, EngineView
+from trivet.routing.held import Held, new_key
 
 
 def engines_of(*views: EngineView) -> Engines:
@@ -117,6 +118,8 @@ def test_a_colocated_generation_has_no_handover():
         ({"finish_reason": None}, "none"),
         ({"finish_reason": None, "error": "decode-0: no answer"}, "error"),
         ({"finish_reason": "abort", "error": "decode-0: no answer"}, "error"),
+        ({"finish_reason": None, "error": "the request's deadline has passed", "late": True}, "deadline"),
+        ({"finish_reason": None, "error": "the request's deadline has passed"}, "error"),
     ],
 )
 def test_outcomes_are_told_apart(changes, outcome):
@@ -251,6 +254,7 @@ from trivet.gateway.metrics import GatewayMetrics, Gauges
 from trivet.journal import GenerationRecord
 from trivet.routing.board import Board, Count
 from trivet.routing.engines import Engines, EngineView
+from trivet.routing.held import Held, new_key
 
 board, worker, running, generations = (int(one) for one in sys.argv[1:])
 Counter("vllm_something", "what vLLM counts in the same process").inc()
@@ -319,3 +323,47 @@ def test_one_worker_tells_the_sum_of_all(tmp_path):
     assert left[f"trivet_generations_total{{{served}}}"] == 5.0
     assert left["trivet_generations_running"] == 3.0
     assert left['trivet_outstanding_tokens{engine="decode-0",tier="decode"}'] == 100.0
+
+
+# engines that have left
+
+
+def test_the_series_of_an_engine_that_is_gone_are_shown_for_a_while(monkeypatch):
+    now_s = 1000.0
+    monkeypatch.setattr("trivet.gateway.metrics.time.monotonic", lambda: now_s)
+    metrics = GatewayMetrics()
+    metrics.ended(record(), OWNER)
+    metrics.ended(record(decode_engine="decode-1", prefill_engine="prefill-1"), OWNER)
+    metrics.ended(record(decode_engine="decode-1"), OWNER)
+    before = samples(metrics)
+    metrics.gone = {"decode-1": 1000.0}
+    now_s += 299
+    assert samples(metrics) == before
+    now_s += 2
+    after = samples(metrics)
+    assert {name for name in before if name not in after} == {name for name in before if '"decode-1"' in name}
+    assert len(after) < len(before)
+    assert {name: before[name] for name in after} == after
+    assert after['trivet_prefill_leg_seconds_count{engine="prefill-1"}'] == 1
+    metrics.gone = {}  # it is there again
+    assert samples(metrics) == before
+
+
+def test_how_caches_were_known():
+    metrics = GatewayMetrics()
+    for known_by in ("events", "guess", "events", ""):
+        metrics.ended(record(cache_known_by=known_by), None)
+    counted = {name: value for name, value in samples(metrics).items() if name.startswith("trivet_cache_known")}
+    assert counted == {'trivet_cache_known_total{by="events"}': 2.0, 'trivet_cache_known_total{by="guess"}': 1.0}
+
+
+def test_which_engines_tell_what_they_hold():
+    held = Held()
+    engines = engines_of(*(EngineView(name, "mixed", "http://a", True) for name in ("a", "b")))
+    held.verify(engines.all()[0], new_key(), whole=True)
+    live = {name: value for name, value in samples(GatewayMetrics(held), engines).items() if "events_live" in name}
+    assert live == {
+        'trivet_kv_events_live{engine="a",tier="mixed"}': 1.0,
+        'trivet_kv_events_live{engine="b",tier="mixed"}': 0.0,
+    }
+    assert not [name for name in samples(GatewayMetrics(), engines) if "events_live" in name]

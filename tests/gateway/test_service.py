@@ -1,6 +1,7 @@
 """A service over a worker program of a few lines (``helpers/fake_worker.py``) and over engines of someone else."""
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -16,12 +17,13 @@ from typing import Any
 import pytest
 
 import helpers
+from helpers.certificates import write_certificate
 from helpers.foreign import ForeignEngine
 from helpers.processes import holds, left_of, lives
 from trivet.connectors import NixlConnector
 from trivet.errors import EngineFailedError, PortInUseError, TrivetError
 from trivet.gateway import service as service_module
-from trivet.gateway.service import Event, Service, _bind, _Worker, last_url, new_run_dir, state_dir
+from trivet.gateway.service import Event, Service, _bind, _Worker, last_certificate, last_url, new_run_dir, state_dir
 from trivet.routing.board import Board, Count
 from trivet.topology import EnginePlan, Plan, parse_topology
 
@@ -54,14 +56,25 @@ def test_a_busy_port_is_told_with_what_to_do():
     )
 
 
-def test_an_address_of_another_machine_is_told():
-    with pytest.raises(PortInUseError, match=r"^the gateway cannot listen on 192\.0\.2\.1:0: Cannot assign"):
-        _bind("192.0.2.1", 0)
+@pytest.mark.parametrize("host", ["192.0.2.1", "no such host"])
+def test_an_address_of_another_machine_is_told(host):
+    with pytest.raises(PortInUseError) as caught:
+        _bind(host, 0)
+    assert host in caught.value.problem
+    assert caught.value.mend == (
+        "gateway.host: 127.0.0.1 for this machine only, 0.0.0.0 for others too, or an address of this machine"
+    )
 
 
-def test_a_host_that_is_no_address_is_told():
-    with pytest.raises(PortInUseError, match=r"^gateway\.host: no such host: .* -> give an address here$"):
-        _bind("no such host", 0)
+def test_a_port_that_is_roots_is_told(monkeypatch):
+    class Refusing(socket.socket):
+        def bind(self, _address):
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(service_module.socket, "socket", Refusing)
+    with pytest.raises(PortInUseError) as caught:
+        _bind("127.0.0.1", 80)
+    assert caught.value.mend.startswith("ports below 1024 are root's; give another: --port N")
 
 
 def test_port_0_is_a_free_one():
@@ -92,6 +105,19 @@ def test_the_address_is_one_that_a_client_on_this_machine_can_use(tmp_path, host
         service._socket.close()
         assert service.url == f"http://{expected}:{service._address[1]}"
         assert service._address[1] != listener.getsockname()[1]
+
+
+def test_with_a_certificate_the_address_is_https(tmp_path):
+    certificate, key = write_certificate(tmp_path)
+    service = Service(plan_of(tls={"certificate": str(certificate), "key": str(key)}), tmp_path)
+    service._socket.close()
+    assert service.url == f"https://127.0.0.1:{service._address[1]}"
+
+
+def test_a_certificate_that_is_not_there_is_told_before_anything_is_begun(tmp_path, monkeypatch):
+    monkeypatch.setattr(service_module, "_bind", lambda *_: pytest.fail("bound"))
+    with pytest.raises(TrivetError, match=r"gateway\.tls\.certificate: /none\.pem: No such file or directory"):
+        Service(plan_of(tls={"certificate": "/none.pem"}), tmp_path)
 
 
 # where runs are kept
@@ -161,6 +187,17 @@ def test_a_service_that_runs_is_found(state):
     state.mkdir()
     (state / "last.json").write_text(json.dumps({"pid": os.getpid(), "url": "http://127.0.0.1:8000"}))
     assert last_url() == "http://127.0.0.1:8000"
+
+
+def test_its_certificate_is_found_with_it(state):
+    state.mkdir()
+    known = {"pid": os.getpid(), "url": "https://127.0.0.1:8000"}
+    (state / "last.json").write_text(json.dumps(known))
+    assert last_certificate() is None
+    (state / "last.json").write_text(json.dumps(known | {"certificate": "/a/b.pem"}))
+    assert last_certificate() == Path("/a/b.pem")
+    (state / "last.json").write_text(json.dumps({"pid": ended_pid(), "url": "https://h", "certificate": "/a/b.pem"}))
+    assert last_certificate() is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "{}", '{"pid": 1}', '{"pid": "x", "url": "http://h"}', "GONE"])
@@ -281,6 +318,20 @@ async def test_a_worker_is_told_all_it_must_know(tmp_path, program):
 
 
 @pytest.mark.parametrize(
+    ("plane", "model", "told"),
+    [
+        ("tokens", "org/model", "reads config and tokenizer of org/model, from the hub where they are not cached"),
+        ("tokens", ".", ""),
+        ("text", "org/model", ""),
+    ],
+)
+async def test_what_a_start_waits_for_is_told(tmp_path, program, plane, model, told):
+    async with worker_of(tmp_path, plan_of(model=model, plane=plane)) as one:
+        await one.worker.start()
+        assert (one.events[0].state, one.events[0].detail) == ("starting", told)
+
+
+@pytest.mark.parametrize(
     ("flags", "wish", "obstacle"),
     [
         ((), None, None),
@@ -377,33 +428,60 @@ async def test_a_worker_that_cannot_start_says_why_in_its_own_words(tmp_path, pr
         error = await one.refused()
         assert (error.problem, error.mend, error.detail) == (
             "vLLM refuses the render flags: no",
-            "look at `flags`",
+            f"look at `flags`; its log is {one.log}",
             None,
         )
         assert one.heard() == ["starting"]
 
 
-async def test_a_worker_that_knows_no_mend_leaves_its_log(tmp_path, program):
+async def test_a_worker_that_knows_no_mend_names_its_log(tmp_path, program):
     program.behave(word={"failed": "KeyError: 'x'", "mend": None}, words="Traceback ...", status=1)
     async with worker_of(tmp_path) as one:
         error = await one.refused()
         assert (error.problem, error.mend, error.detail) == (
             "KeyError: 'x'",
             f"its log is {one.log}",
-            "Traceback ...",
+            None,
         )
 
 
-@pytest.mark.parametrize("status", [0, 3])
-async def test_a_worker_that_ends_without_a_word_is_told_so(tmp_path, program, status):
+@pytest.mark.parametrize(
+    ("status", "how"),
+    [(0, "ended with exit status 0"), (3, "ended with exit status 3"), (137, "was ended by signal 9")],
+)
+async def test_a_worker_that_ends_without_a_word_is_told_so(tmp_path, program, status, how):
     program.behave(word=None, words="Killed", status=status)
     async with worker_of(tmp_path) as one:
         error = await one.refused()
         assert (error.problem, error.mend, error.detail) == (
-            f"the gateway worker ended with status {status}",
+            f"the gateway worker {how}",
             f"its log is {one.log}",
             "Killed",
         )
+
+
+UNLIKE = "INFO 07-01 [x.py:1] loading\nplain ü\n\n" + json.dumps({"time": "t", "level": "INFO", "message": "m"})
+
+
+async def test_all_that_a_worker_writes_is_json_if_its_log_is(tmp_path, program):
+    program.behave(words=UNLIKE)
+    async with worker_of(tmp_path, plan_of(log_format="json")) as one:
+        await one.worker.start()
+        os.kill(program.pids[0], signal.SIGKILL)
+        await holds(lambda: one.heard() == ["starting", "ready", "failed", "ready"])
+    lines = [json.loads(line) for line in one.log.read_text().splitlines()]
+    told = [(line["level"], line["message"]) for line in lines]
+    assert told == [("INFO", "INFO 07-01 [x.py:1] loading"), ("INFO", "plain ü"), ("INFO", "m")] * 2
+    assert left_of(program.pids) == []
+
+
+async def test_the_last_words_of_a_worker_that_failed_are_json_too(tmp_path, program):
+    words = "Traceback (most recent call last):\n  File x\nKeyError: 'y'"
+    program.behave(word=None, words=words, status=1)
+    async with worker_of(tmp_path, plan_of(log_format="json")) as one:
+        error = await one.refused()
+    (line,) = [json.loads(text) for text in error.detail.splitlines()]
+    assert (line["level"], line["message"], line["traceback"]) == ("ERROR", "KeyError: 'y'", words)
 
 
 async def test_a_worker_that_ends_is_started_again_and_knows_the_newest_state(tmp_path, program):
@@ -412,7 +490,7 @@ async def test_a_worker_that_ends_is_started_again_and_knows_the_newest_state(tm
         one.state = {"engines": [], "news": 2}
         os.kill(program.pids[0], signal.SIGKILL)
         await holds(lambda: one.heard() == ["starting", "ready", "failed", "ready"])
-        assert one.events[2].detail == f"ended with status -9; its log is {one.log}"
+        assert one.events[2].detail == f"was ended by signal 9; its log is {one.log}"
         assert one.events[3].detail == "again"
         first, second = program.noted("starts")
         assert second["port"] == first["port"]
@@ -426,7 +504,8 @@ async def test_a_worker_that_cannot_start_again_is_tried_again(tmp_path, program
         await one.worker.start()
         program.behave(word={"failed": "no memory", "mend": "buy some"}, status=1)
         os.kill(program.pids[0], signal.SIGKILL)
-        await holds(lambda: [event.detail for event in one.events].count("no memory -> buy some") == 2)
+        told = f"no memory -> buy some; its log is {one.log}"
+        await holds(lambda: [event.detail for event in one.events].count(told) == 2)
         program.behave()
         await holds(lambda: one.heard()[-1] == "ready")
         assert lives(program.pids[-1])
@@ -523,7 +602,25 @@ async def test_workers_hear_of_an_engine_that_is_gone(tmp_path, program):
         await holds(lambda: program.noted("lines")[-1]["engines"][0]["state"] == "ready")
         engine.health = 503
         await holds(lambda: program.noted("lines")[-1]["engines"][0]["state"] == "waiting")
-        assert events[-1] == Event("decode-0", "waiting", "says that it has died")
+        assert events[-1] == Event("decode-0", "waiting", f"for {engine.url}: says that it has died")
+
+
+@pytest.mark.parametrize(
+    ("started_by", "more"),
+    [("someone else", ""), ("another host", "; trivet engine decode-0 FILE starts it there")],
+)
+async def test_what_is_waited_for_is_told_with_where_and_why(tmp_path, program, started_by, more):
+    async with ForeignEngine(started_by=started_by) as engine:
+        engine.health = None
+        events: list[Event] = []
+        (tmp_path / "run").mkdir()
+        service = Service(plan_of(engine.plan), tmp_path / "run", events.append)
+        starting = asyncio.create_task(service.__aenter__())
+        expected = [f"for {engine.url}{more}", f"for {engine.url}: it does not answer there yet{more}"]
+        await holds(lambda: [one.detail for one in events if one.state == "waiting"] == expected)
+        engine.health = 200
+        await asyncio.wait_for(starting, WAIT_S)
+        await service.__aexit__(None, None, None)
 
 
 async def test_several_workers_share_the_port_and_their_counts(tmp_path, program):
@@ -608,7 +705,9 @@ async def test_an_engine_that_cannot_start_ends_the_workers_too(tmp_path, progra
 async def test_a_worker_that_cannot_start_is_the_services_error(tmp_path, program):
     program.behave(word={"failed": "the render tier cannot read the model", "mend": "give a folder"}, status=1)
     async with ForeignEngine() as engine:
-        with pytest.raises(EngineFailedError, match=r"^the render tier cannot read the model -> give a folder$"):
+        with pytest.raises(
+            EngineFailedError, match=r"^the render tier cannot read the model -> give a folder; its log is "
+        ):
             async with serving(tmp_path, engine):
                 pass
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import sys
+import threading
 
 import aiohttp
 import pytest
@@ -242,6 +243,7 @@ def test_tracebacks_and_lines_of_others_are_json_too():
     other = logging.getLogger("vllm")
     other.addHandler(handler)
     generations = logging.getLogger("trivet.legs.generation")
+    hooks = sys.excepthook, threading.excepthook
     before = [(one, one.formatter) for name in ("", *logs._OTHERS) for one in logging.getLogger(name).handlers]
     try:
         write_json()
@@ -254,6 +256,7 @@ def test_tracebacks_and_lines_of_others_are_json_too():
         other.removeHandler(handler)
         generations.setLevel(logging.NOTSET)
         logging.captureWarnings(False)
+        sys.excepthook, threading.excepthook = hooks
     try:
         raise ValueError("two\nlines")
     except ValueError:

@@ -140,7 +140,7 @@ async def test_a_stream_is_passed_on_event_by_event():
     [
         (CHAT, HELLO | {"n": 2}),
         ("/v1/completions", {"prompt": ["a", "b"]}),
-        ("/v1/responses", {"input": "Hi"}),
+        ("/cohere/v2/chat", {"message": "Hi"}),
         (CHAT, b"{oops"),
         (CHAT, b""),
         (CHAT, b'{"x": NaN}'),
@@ -444,7 +444,16 @@ async def test_a_server_that_gives_up_leaves_nothing():
 
 
 @pytest.mark.parametrize(
-    ("method", "path"), [("GET", "/v1/models"), ("GET", "/version"), ("POST", "/tokenize"), ("POST", "/detokenize")]
+    ("method", "path"),
+    [
+        ("GET", "/v1/models"),
+        ("GET", "/version"),
+        ("POST", "/tokenize"),
+        ("POST", "/detokenize"),
+        ("POST", "/v1/messages/count_tokens"),
+        *(("POST", f"/v1/{what}/render") for what in ("chat/completions", "completions", "responses", "messages")),
+        *(("POST", f"/v1/{what}/derender") for what in ("chat/completions", "completions")),
+    ],
 )
 async def test_other_requests_are_passed_on_as_they_are(method, path):
     m = FakeEngine("mixed-0", "mixed", raw_answer(b'{"a": 1}', 418, "application/json", Allow="x", Server="engine"))
@@ -488,6 +497,29 @@ async def test_a_prefill_engine_can_tell_the_models_as_well():
     p = prefill(json_answer({"data": []}))
     async with gateway(p) as one:
         assert (await one.client.get("/v1/models")).json() == {"data": []}
+
+
+@pytest.mark.parametrize("first", [cutting(), refusing(503), refusing(429)])
+async def test_other_requests_go_to_the_next_engine_where_one_does_not_answer(first):
+    d, p = decode(first), prefill(json_answer({"tokens": [1]}))
+    with nobody_listens() as url:
+        async with gateway(EngineView("mixed-0", "mixed", url, ready=True), d, p) as one:
+            response = await one.post("/tokenize", {"prompt": "a"})
+    assert (response.status_code, response.json()) == (200, {"tokens": [1]})
+    assert (len(d.calls), len(p.calls)) == (1, 1)
+
+
+async def test_what_an_engine_refuses_of_other_requests_is_its_answer():
+    m, d = FakeEngine("mixed-0", "mixed", refusing(404, "no such model")), decode()
+    async with gateway(m, d) as one:
+        response = await one.post("/tokenize", {"model": "nobody"})
+    assert (response.status_code, response.json()["error"]["message"], d.calls) == (404, "no such model", [])
+
+
+async def test_the_last_answer_of_busy_engines_is_told():
+    async with gateway(decode(refusing(503, "full")), prefill(refusing(429, "too many"))) as one:
+        response = await one.post("/tokenize", {"prompt": "a"})
+    assert (response.status_code, response.json()["error"]["message"]) == (429, "too many")
 
 
 async def test_other_requests_fail_where_no_engine_is_there():
@@ -538,3 +570,69 @@ async def test_a_fault_of_our_own_is_told_as_well(monkeypatch, after):
         assert answer.status_code == (200 if after else 500)
         assert "ZeroDivisionError: of our own" in answer.text
         assert answer.text.endswith("data: [DONE]\n\n") == bool(after)
+
+
+# other protocols
+
+RESPONSE = {"object": "response", "status": "completed", "usage": None, "output": []}
+MESSAGE = {"type": "message", "stop_reason": "end_turn", "content": []}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "answer", "limit"),
+    [
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 9}, RESPONSE, "max_output_tokens"),
+        ("/v1/messages", HELLO | {"max_tokens": 9}, MESSAGE, "max_tokens"),
+    ],
+)
+async def test_responses_and_messages_are_split_at_their_own_endpoints(path, body, answer, limit):
+    p, d = prefill(json_answer(answer | {"kv_transfer_params": HANDED_OVER})), decode(json_answer(answer))
+    async with gateway(p, d) as one:
+        response = await one.post(path, body)
+        facts = await one.facts(response)
+    assert (response.json(), facts["split"]) == (answer, True)
+    assert p.calls[0].path == d.calls[0].path == path
+    assert (p.calls[0].body[limit], d.calls[0].body[limit]) == (1, 9)
+    assert d.calls[0].body["kv_transfer_params"] == HANDED_OVER
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "first"),
+    [
+        (
+            "/v1/responses",
+            {"input": "Hi", "stream": True},
+            b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","sequence_number":7}\n\n',
+        ),
+        (
+            "/v1/messages",
+            HELLO | {"stream": True, "max_tokens": 9},
+            b'event: content_block_delta\ndata: {"type":"content_block_delta","delta":{"text":"a"}}\n\n',
+        ),
+    ],
+)
+async def test_a_stream_that_breaks_off_ends_with_an_error_of_its_protocol(path, body, first):
+    async with gateway(decode(streaming(first, cut=True)), decode(name="decode-1"), connector=None) as one:
+        response = await one.post(path, body)
+    assert response.content.startswith(first + b"event: error\ndata: ")
+    told = json.loads(response.content.rpartition(b"data: ")[2])
+    assert (told["type"], "decode-0: broke off" in told["error"]["message"]) == ("error", True)
+    if path == "/v1/responses":
+        assert told["sequence_number"] == 8
+
+
+async def test_a_response_of_which_nothing_was_said_is_begun_anew():
+    """Its first events come before anything is generated, and are no reason to stay with an engine."""
+    created = b'event: response.created\ndata: {"type":"response.created","response":{"status":"in_progress"}}\n\n'
+    ended = b'event: response.completed\ndata: {"type":"response.completed","response":{"status":"completed"}}\n\n'
+    e = decode(streaming(created, ended), name="decode-1")
+    async with gateway(decode(streaming(created, cut=True)), e, connector=None) as one:
+        response = await one.post("/v1/responses", {"input": "Hi", "stream": True})
+    assert response.content == created + ended
+
+
+async def test_an_error_of_messages_has_anthropics_form():
+    async with gateway(connector=None) as one:
+        response = await one.post("/v1/messages", HELLO | {"max_tokens": 9})
+    assert response.status_code == 503
+    assert (response.json()["type"], response.json()["error"]["type"]) == ("error", "overloaded_error")

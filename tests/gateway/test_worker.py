@@ -10,16 +10,23 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, BinaryIO
 
 import aiohttp
 import pytest
 
+from helpers.certificates import write_certificate
 from helpers.engines import DONE, FakeEngine, chunk, hanging, json_answer, listening, speaking, streaming, usage, whole
 from helpers.processes import left_of
 from trivet.gateway.shared import SharedConfig
-from trivet.gateway.worker import WorkerConfig, _spare_collections, report
+from trivet.gateway.tls import TlsFiles, trusting
+from trivet.gateway.worker import WorkerConfig, _keeps_responses, _spare_collections, report
+from trivet.sim import SimEngine, SimSettings
+from trivet.sim.settings import SimEvents
+from trivet.surface.cors import CorsRules
 from trivet.topology.model import Limits, Split
 
 WAIT_S = 10.0
@@ -38,6 +45,10 @@ CONFIG = WorkerConfig(
     tell_served=False,
     otlp="http://collector:4318",
     log_format="json",
+    tls=TlsFiles("/etc/ü.pem", "/etc/ü.key", "secret", None),
+    cors=CorsRules(("https://page.example",), ("POST",), ("*",), credentials=True),
+    log_fd=12,
+    events_of="tiny ü",
     shared=SharedConfig(1, 7, (8, 9), "/run/ü"),
 )
 
@@ -49,6 +60,25 @@ def test_a_config_arrives_as_it_was_sent(config):
     line = config.dump()
     assert b"\n" not in line, "the worker reads one line"
     assert WorkerConfig.parse(line) == config
+
+
+@pytest.mark.parametrize(
+    ("plane", "workers", "store", "kept", "left"),
+    [
+        ("text", 1, None, False, None),
+        ("tokens", 1, "1", True, "1"),
+        ("tokens", 2, None, True, None),  # vLLM keeps none, and says so itself
+        ("tokens", 2, "0", True, "0"),
+        ("tokens", 2, "1", False, None),
+    ],
+)
+def test_stored_responses_are_vllms_where_one_process_has_them_all(monkeypatch, plane, workers, store, kept, left):
+    monkeypatch.delenv("VLLM_ENABLE_RESPONSES_API_STORE", raising=False)
+    if store is not None:
+        monkeypatch.setenv("VLLM_ENABLE_RESPONSES_API_STORE", store)
+    config = replace(CONFIG, plane=plane)
+    assert _keeps_responses(config, SimpleNamespace(workers=workers)) is kept
+    assert os.environ.get("VLLM_ENABLE_RESPONSES_API_STORE") == left
 
 
 def test_a_report_that_nobody_reads_is_no_fault():
@@ -145,7 +175,9 @@ class Worker:
 
 
 @asynccontextmanager
-async def worker_of(folder: Path, *flags: str, drain_s: float = 1.0, **more: Any) -> AsyncIterator[Worker]:
+async def worker_of(
+    folder: Path, *flags: str, drain_s: float = 1.0, log: BinaryIO | None = None, **more: Any
+) -> AsyncIterator[Worker]:
     reader, writer = os.pipe()
     words = asyncio.StreamReader()
     with closing(socket.socket()) as listener:
@@ -160,11 +192,12 @@ async def worker_of(folder: Path, *flags: str, drain_s: float = 1.0, **more: Any
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            pass_fds=(listener.fileno(), writer),
+            pass_fds=(listener.fileno(), writer, *([log.fileno()] if log else [])),
             cwd=folder,
         )
         os.close(writer)
         values = {"connector": None, "api_keys": (), "split": Split(mode="always")} | more
+        values["log_fd"] = log.fileno() if log else None
         config = WorkerConfig(listener.fileno(), writer, flags=("tiny", *flags), drain_s=drain_s, **values)
         process.stdin.write(config.dump() + b"\n" + b'{"engines": []}\n')
         try:
@@ -238,6 +271,26 @@ async def test_a_worker_gives_vllm_the_keys_and_wants_them_itself(tmp_path, clie
         assert (await status(client, worker.url, Authorization="Bearer two"))[0] == 200
 
 
+async def test_a_worker_serves_https_and_tells_browsers_what_they_may(tmp_path, client):
+    certificate, key = write_certificate(tmp_path)
+    files, cors = TlsFiles(str(certificate), str(key)), CorsRules(("https://page.example",))
+    async with worker_of(tmp_path, plane="text", tls=files, cors=cors) as worker:
+        assert await worker.word() == {"ready": True}
+        url, origin = worker.url.replace("http:", "https:"), {"Origin": "https://page.example"}
+        async with client.post(f"{url}/v1/completions", ssl=trusting(certificate), headers=origin) as answered:
+            assert answered.status == 503
+            assert answered.headers["Access-Control-Allow-Origin"] == "https://page.example"
+        with pytest.raises(aiohttp.ClientError):
+            await client.get(f"{worker.url}/health")
+
+
+async def test_a_worker_of_the_text_plane_keeps_no_responses(tmp_path, client):
+    async with worker_of(tmp_path, plane="text") as worker:
+        await worker.word()
+        async with client.get(f"{worker.url}/v1/responses/resp_1") as answered:
+            assert (answered.status, "are not kept" in (await answered.json())["error"]["message"]) == (501, True)
+
+
 async def test_a_worker_of_the_text_plane_needs_no_front_end(tmp_path, client):
     answer = json_answer({"choices": []})
     async with FakeEngine("mixed-0", "mixed", answer) as engine, worker_of(tmp_path, plane="text") as worker:
@@ -267,6 +320,51 @@ async def test_a_worker_writes_json_and_serves_without_its_collector(tmp_path, c
     (request,) = [line for line in lines if line["logger"] == "trivet.request"]
     assert (request["path"], request["status"]) == ("/v1/completions", 200)
     assert "secret" not in written
+
+
+async def test_a_fault_that_nobody_catches_is_json_in_the_log(tmp_path):
+    with (tmp_path / "log").open("ab") as log:
+        async with worker_of(tmp_path, "--broken", log_format="json", log=log) as worker:
+            assert "KeyError" in (await worker.word())["failed"]
+            assert await worker.ended() == 1
+            assert await worker.process.stdout.read() == b""
+    (line,) = [json.loads(text) for text in (tmp_path / "log").read_text().splitlines()]
+    assert (line["level"], line["logger"], line["message"]) == ("CRITICAL", "trivet", "KeyError: 'broken'")
+    assert line["traceback"].startswith("Traceback (most recent call last):\n")
+
+
+async def test_a_worker_hears_what_engines_hold(tmp_path, client):
+    events = SimEvents(f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r")
+    settings = SimSettings(model="tiny", kv_transfer=False, kv_events=events)
+    sim = SimEngine(settings, name="mixed-0", tier="mixed")
+    async with sim, worker_of(tmp_path, events_of="tiny") as worker:
+        await worker.word()
+        worker.tell({**facts(sim), "kv_events": sim.view().kv_events, "slot": 0, "cached_block_tokens": 16})
+
+        async def hears() -> bool:
+            async with client.get(f"{worker.url}/metrics") as answer:
+                return 'trivet_kv_events_live{engine="mixed-0",tier="mixed"} 1.0' in await answer.text()
+
+        await until(hears)
+        assert await ask(client, worker) == 200
+        async with client.get(f"{worker.url}/metrics") as answer:
+            assert 'trivet_cache_known_total{by="events"} 1.0' in await answer.text()
+        worker.process.stdin.close()
+        assert await worker.ended() == 0
+
+
+async def test_a_worker_without_the_packages_guesses_and_says_so(tmp_path, client):
+    (tmp_path / "zmq.py").write_text("raise ImportError('No module named zmq')\n")  # found first, in its folder
+    async with FakeEngine("mixed-0", "mixed", speaking(5)) as engine, worker_of(tmp_path, events_of="tiny") as worker:
+        await worker.word()
+        worker.tell(facts(engine))
+        await until(lambda: ready(client, worker))
+        assert await ask(client, worker) == 200
+        worker.process.stdin.close()
+        assert await worker.ended() == 0
+        said = (await worker.process.stdout.read()).decode()
+    assert "what engines have cached is guessed: No module named zmq (pip install pyzmq msgspec)" in said
+    assert "Traceback" not in said
 
 
 async def test_a_worker_keeps_to_its_limits(tmp_path, client):

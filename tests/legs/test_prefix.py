@@ -4,7 +4,8 @@ import orjson
 import pytest
 
 from helpers.stack import token_request
-from trivet.legs.text import CHAT, COMPLETIONS, TextAsk
+from trivet.legs.text import TextAsk
+from trivet.legs.text_bodies import CHAT, COMPLETIONS
 from trivet.legs.tokens import TokenAsk
 
 NOTHING = ()

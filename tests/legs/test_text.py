@@ -25,18 +25,12 @@ from helpers.engines import (
 from trivet.journal import GenerationRecord
 from trivet.legs import text
 from trivet.legs.ask import Computed, Leg
-from trivet.legs.text import (
-    CHAT,
-    COMPLETIONS,
-    TextAsk,
-    TextPiece,
-    Usage,
-    prefill_text_body,
-    why_unsplittable,
-    with_field,
-)
+from trivet.legs.text import TextAsk, TextPiece
+from trivet.legs.text_bodies import CHAT, COMPLETIONS, prefill_text_body, why_unsplittable, with_field
 from trivet.legs.wire import LegError, open_session
 from trivet.routing.engines import EngineView
+from trivet.surface.streams import MESSAGES, RESPONSES
+from trivet.surface.usage import Usage
 
 PARAMS = {"do_remote_decode": True}
 
@@ -113,12 +107,38 @@ SET = {"stream": False, "n": 1, "max_tokens": 1, "min_tokens": 1, "kv_transfer_p
 )
 def test_the_prefill_leg_has_the_prompt_as_it_is_and_one_token(body):
     before = json.dumps(body)
-    rewritten = prefill_text_body(body, PARAMS)
+    rewritten = prefill_text_body(CHAT, body, PARAMS)
     assert json.dumps(body) == before
     kept = {name: value for name, value in body.items() if name not in (*GONE, *SET)}
     if "max_completion_tokens" in body:
         kept["max_completion_tokens"] = 1
     assert rewritten == {**kept, **SET}
+
+
+def test_the_prefill_leg_of_a_response_has_its_own_limit_and_stores_nothing():
+    body = {
+        "input": "Hi", "instructions": "Be brief.", "tools": [{"type": "function"}], "text": {"format": {}}, "seed": 1,
+        "max_output_tokens": 9, "stream": True, "store": True, "stop": ["x"], "stop_token_ids": [5], "top_logprobs": 3,
+        "include": ["message.output_text.logprobs"], "enable_response_messages": True,
+    }  # fmt: skip
+    assert prefill_text_body(RESPONSES, body, PARAMS) == {
+        **{name: body[name] for name in ("input", "instructions", "tools", "text", "seed")},
+        "max_output_tokens": 1,
+        "stream": False,
+        "store": False,
+        "ignore_eos": True,
+        "kv_transfer_params": PARAMS,
+    }
+
+
+@pytest.mark.parametrize("kind", ["enabled", "disabled", "adaptive"])
+def test_the_prefill_leg_of_messages_keeps_of_thinking_what_the_prompt_shows(kind):
+    """A budget must be below ``max_tokens``, which is 1 there."""
+    thinking = {"type": kind} | ({"budget_tokens": 2048} if kind == "enabled" else {})
+    body = {"messages": [], "system": "x", "max_tokens": 4096, "stop_sequences": ["a"], "thinking": thinking}
+    kept = {} if kind == "enabled" else {"thinking": thinking}
+    expected = {"messages": [], "system": "x", "max_tokens": 1, "stream": False, "kv_transfer_params": None, **kept}
+    assert prefill_text_body(MESSAGES, body, None) == expected
 
 
 # what is not split
@@ -138,6 +158,10 @@ def test_the_prefill_leg_has_the_prompt_as_it_is_and_one_token(body):
         (COMPLETIONS, {"prompt": [[1, 2, 3]]}),
         (COMPLETIONS, {"prompt": [1]}),
         (COMPLETIONS, {}),
+        (RESPONSES, {"input": "Hi", "stream": True, "truncation": "disabled", "store": True, "background": False}),
+        (RESPONSES, {"input": [], "tools": [{"type": "function", "name": "f"}], "tool_choice": "required"}),
+        (MESSAGES, {"messages": [{"role": "user", "content": "Hi"}], "tool_choice": {"type": "any"}, "max_tokens": 9}),
+        (MESSAGES, {"messages": ["x", {"content": [{"type": "tool_use", "id": "a"}, 1]}], "tool_choice": "odd"}),
     ],
 )
 def test_a_plain_request_is_split(path, body):
@@ -147,7 +171,17 @@ def test_a_plain_request_is_split(path, body):
 @pytest.mark.parametrize(
     ("path", "body", "word"),
     [
-        ("/v1/responses", {"input": "Hi"}, "/v1/responses is not split"),
+        ("/cohere/v2/chat", {"message": "Hi"}, "/cohere/v2/chat is not split"),
+        (RESPONSES, [], "no JSON object"),
+        (RESPONSES, {"previous_response_id": "resp_1"}, "stored response"),
+        (RESPONSES, {"background": True}, "stored response"),
+        (RESPONSES, {"truncation": "auto"}, "truncation"),
+        (RESPONSES, {"truncation": None}, "truncation"),
+        (RESPONSES, {"tools": [{"type": "function"}, {"type": "web_search_preview"}]}, "calls by itself"),
+        (RESPONSES, {"tools": ["x"]}, "calls by itself"),
+        (RESPONSES, {"kv_transfer_params": {}}, "steers the transfer"),
+        (MESSAGES, {"tool_choice": {"type": "tool", "name": "f"}}, "a forced tool call"),
+        (MESSAGES, {"messages": [{"content": [{"type": "tool_use", "name": "f"}]}]}, "a tool call without an id"),
         (CHAT, None, "no JSON object"),
         (CHAT, [], "no JSON object"),
         (CHAT, "x", "no JSON object"),
@@ -185,7 +219,9 @@ def test_ids_are_the_services_own():
     leg = Leg("decode", EngineView("e", "decode", "http://x", True), "id-1-decode", None, {})
     assert ask_of(CHAT).engine_id(leg) == "chatcmpl-id-1-decode"
     assert ask_of(COMPLETIONS).engine_id(leg) == "cmpl-id-1-decode-0"
-    assert ask_of("/v1/responses").engine_id(leg) == "id-1-decode"
+    assert ask_of(MESSAGES).engine_id(leg) == "chatcmpl-id-1-decode"
+    assert ask_of(RESPONSES).engine_id(leg) == "resp_id-1-decode_0"
+    assert ask_of("/cohere/v2/chat").engine_id(leg) == "id-1-decode"
 
 
 @pytest.mark.parametrize(
@@ -418,11 +454,124 @@ async def test_an_event_of_another_form_is_a_fault(engine, leg, event):
     assert (error.status, error.problem.startswith("sent what cannot be read (")) == (502, True)
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/invocations"])
-async def test_streams_that_have_no_end_mark_end_where_they_end(engine, leg, path):
+@pytest.mark.parametrize("path", ["/cohere/v2/chat", "/invocations"])
+async def test_streams_of_which_nothing_is_known_end_where_they_end(engine, leg, path):
     stream = b'event: response.completed\ndata: {"type": "response.completed"}\n\n'
     engine.replies = [streaming(stream)]
     assert [one.body for one in await decoded(ask_of(path), leg())] == [stream]
+
+
+def named(value: dict) -> bytes:
+    return f"event: {value['type']}\n".encode() + sse(value)
+
+
+CREATED = named({"type": "response.created", "response": {"status": "in_progress", "usage": None}})
+IN_PROGRESS = named({"type": "response.in_progress", "response": {"status": "in_progress", "usage": None}})
+SAYS = named({"type": "response.output_text.delta", "sequence_number": 2, "delta": "x"})
+RESPONSE_USAGE = {
+    "input_tokens": 9,
+    "input_tokens_details": {"cached_tokens": 8, "cache_write_tokens": 0, "cached_tokens_per_turn": []},
+    "output_tokens": 4,
+    "total_tokens": 13,
+}
+MESSAGE_BEGINS = named({"type": "message_start", "message": {"id": "1", "usage": {"input_tokens": 9}}})
+SAYS_IN_A_MESSAGE = named({"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "x"}})
+MESSAGE_ENDS = named({"type": "message_stop"})
+
+
+def response_ends(status: str = "completed") -> bytes:
+    return named({"type": "response.completed", "response": {"status": status, "usage": RESPONSE_USAGE}})
+
+
+def message_delta(reason: str | None, **usage: int) -> bytes:
+    usage = {"input_tokens": 1, "cache_read_input_tokens": 8, "cache_creation_input_tokens": 0, **usage}
+    return named({"type": "message_delta", "delta": {"stop_reason": reason}, "usage": usage | {"output_tokens": 4}})
+
+
+@pytest.mark.parametrize(("status", "finish"), [("completed", "stop"), ("incomplete", "length")])
+async def test_a_response_is_streamed_with_its_own_events(engine, leg, status, finish):
+    """What is written before anything was generated goes out with what was: until then another engine may be asked."""
+    engine.replies = [streaming(CREATED, IN_PROGRESS, SAYS, SAYS, response_ends(status))]
+    first, second, last = await decoded(ask_of(RESPONSES), leg())
+    assert (first.body, second.body, last.body) == (CREATED + IN_PROGRESS + SAYS, SAYS, response_ends(status))
+    assert [one.tokens for one in (first, second, last)] == [1, 1, 0]
+    assert (last.finish_reason, last.usage) == (finish, Usage(9, 4, 8))
+    assert first.head["content-type"].startswith("text/event-stream")
+
+
+async def test_messages_are_streamed_with_their_own_events(engine, leg):
+    more = SAYS_IN_A_MESSAGE.replace(b"x", "\u00e9 \\\\".encode())
+    engine.replies = [streaming(MESSAGE_BEGINS, SAYS_IN_A_MESSAGE, more, message_delta("tool_use"), MESSAGE_ENDS)]
+    pieces = await decoded(ask_of(MESSAGES), leg())
+    assert b"".join(one.body for one in pieces) == (
+        MESSAGE_BEGINS + SAYS_IN_A_MESSAGE + more + message_delta("tool_use") + MESSAGE_ENDS
+    )
+    assert sum(one.tokens for one in pieces) == 2
+    assert [one.finish_reason for one in pieces if one.finish_reason] == ["tool_calls"]
+    assert pieces[-2].usage == Usage(9, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("path", "stream", "given", "problem"),
+    [  # what opens a response is not given out alone
+        (RESPONSES, [CREATED, IN_PROGRESS], 0, "the stream ended before the answer did"),
+        (RESPONSES, [CREATED, SAYS], 1, "the stream ended before the answer did"),
+        (RESPONSES, [CREATED, SAYS, response_ends("failed")], 1, "finish_reason error"),
+        (RESPONSES, [CREATED, SAYS, response_ends("cancelled")], 1, "finish_reason abort"),
+        (MESSAGES, [MESSAGE_BEGINS, SAYS_IN_A_MESSAGE, message_delta("end_turn")], 3, "the stream ended before"),
+        (MESSAGES, [MESSAGE_BEGINS, SAYS_IN_A_MESSAGE, message_delta(None), MESSAGE_ENDS], 2, "finish_reason abort"),
+        (MESSAGES, [named({"type": "error", "error": {"type": "internal_error", "message": "no KV"}})], 0, "no KV"),
+    ],
+)
+async def test_an_answer_that_did_not_end_is_a_fault(engine, leg, path, stream, given, problem):
+    engine.replies = [streaming(*stream)]
+    pieces, error = await fault_of(ask_of(path), leg())
+    assert problem in error.problem
+    assert len(pieces) == given
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "finish"),
+    [
+        (RESPONSES, {"object": "response", "status": "incomplete", "usage": RESPONSE_USAGE}, "length"),
+        (MESSAGES, {"type": "message", "stop_reason": "max_tokens", "usage": {
+            "input_tokens": 1, "cache_read_input_tokens": 8, "output_tokens": 4}}, "length"),
+    ],
+)  # fmt: skip
+async def test_whole_answers_of_both_are_read(engine, leg, path, answer, finish):
+    engine.replies = [json_answer(answer)]
+    (only,) = await decoded(ask_of(path), leg())
+    assert (only.finish_reason, only.usage, only.tokens) == (finish, Usage(9, 4, 8), 4)
+
+
+@pytest.mark.parametrize("answer", [{"type": "message", "usage": {}}, {"type": "message", "stop_reason": None}])
+async def test_a_message_that_its_engine_aborted_is_no_answer(engine, leg, answer):
+    engine.replies = [json_answer(answer)]
+    _, error = await fault_of(ask_of(MESSAGES), leg())
+    assert (error.died, error.ended_by_abort) == (True, True)
+
+
+async def test_what_prefill_had_cached_is_told_in_both_forms(engine, leg):
+    """Decode takes all that was handed over for cached. ``input_tokens`` of messages leaves out what was."""
+    engine.replies = [streaming(CREATED, SAYS, response_ends())]
+    last = (await decoded(ask_of(RESPONSES), leg(), cached=2))[-1]
+    assert (last.usage, last.body.startswith(b"event: response.completed\ndata: {")) == (Usage(9, 4, 2), True)
+    engine.replies = [streaming(MESSAGE_BEGINS, message_delta("end_turn"), MESSAGE_ENDS)]
+    engine.calls.clear()
+    told = (await decoded(ask_of(MESSAGES), leg(), cached=2))[1]
+    usage = json.loads(told.body.partition(b"data: ")[2])["usage"]
+    assert told.body.startswith(b"event: message_delta\n")
+    assert (usage["input_tokens"], usage["cache_read_input_tokens"], told.usage) == (7, 2, Usage(9, 4, 2))
+
+
+async def test_a_leg_of_a_response_has_its_id_in_its_body(engine, leg):
+    """``/v1/responses`` takes none from a header, and nobody could abort it."""
+    engine.replies = [json_answer({"object": "response", "status": "completed", "usage": RESPONSE_USAGE})]
+    body = {"input": "Hi", "request_id": "mine"}
+    prefilled = await ask_of(RESPONSES, body).prefill(leg("prefill"), PARAMS, sample=False)
+    await decoded(ask_of(RESPONSES, body), leg())
+    assert [call.body["request_id"] for call in engine.calls] == ["resp_id-1-prefill", "resp_id-1-decode"]
+    assert prefilled.cached_tokens == 8
 
 
 async def test_what_users_are_told_is_no_error(engine, leg):

@@ -33,7 +33,8 @@ from trivet.connectors import TrivetConnector
 from trivet.journal import RequestRecord, now_s
 from trivet.legs import life
 from trivet.legs.life import Legs
-from trivet.legs.text import CHAT, TextAsk
+from trivet.legs.text import TextAsk
+from trivet.legs.text_bodies import CHAT
 from trivet.legs.watch import Patience
 from trivet.render.contract import ServingError, TokenChunk, TokenLogprobs, TokenRequest
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -745,7 +746,28 @@ async def test_flags_that_vllm_refuses_are_told_in_its_words(frontend, flags, wo
         frontend.parse_flags(["tiny", *flags])
     assert caught.value.problem.startswith("vLLM refuses the render flags: ")
     assert words in caught.value.problem
-    assert caught.value.mend.startswith("look at `flags` in the topology")
+    assert caught.value.mend.startswith("look at `flags` and `tiers.render.flags` in the topology")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--enable-auto-tool-choice", "--tool-call-parser", "no-such-parser"], "no-such-parser"),
+        (["--reasoning-parser", "no-such-parser"], "no-such-parser"),
+        (["--chat-template", "/no/such/template.jinja"], "template.jinja"),
+        (["--middleware", "no.such.Middleware"], "no"),
+        (["--max-model-len", "999999"], "max_model_len"),
+        (["--dtype", "float7"], "float7"),
+    ],
+)
+async def test_what_vllm_finds_out_later_is_one_line_too(serving, model_folder, flags, words):
+    with pytest.raises(TrivetError) as caught:
+        async with serving(model_folder, *flags):
+            pass
+    assert words in caught.value.problem
+    assert "\n" not in str(caught.value)
+    assert not re.search(r"validation error|Value error|\[type=|Traceback", caught.value.problem), caught.value.problem
+    assert caught.value.mend
 
 
 async def test_the_model_stands_first(frontend):

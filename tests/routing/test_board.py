@@ -110,7 +110,7 @@ def test_a_board_of_another_layout_is_refused(monkeypatch):
     monkeypatch.setattr(board_module, "LAYOUT", 99)
     made = Board.create(1, 4)
     monkeypatch.undo()
-    with pytest.raises(BoardError, match="a board of layout 99; this is 1"):
+    with pytest.raises(BoardError, match="a board of layout 99; this is 2"):
         Board.open(made.descriptor, 0)
     made.close()
 
@@ -368,3 +368,22 @@ def test_another_leads_when_the_leader_is_killed_also_where_nobody_clears_its_ro
         assert not second.leads()
         leader.kill()
         assert until(lambda: second.beat() or second.leads())
+
+
+# news
+
+
+def test_all_have_heard_when_the_last_has():
+    with board_of(2) as (made, first, second):
+        assert made.all_heard(1), "who knows of no engine chooses none"
+        first.note_heard(1)
+        second.note_heard(2)
+        assert made.all_heard(1)
+        assert not made.all_heard(2)
+        first.note_heard(2)
+        assert made.all_heard(2)
+        assert not made.all_heard(3)
+        second.note_heard(3)
+        assert not made.all_heard(3)
+        made.clear(0)
+        assert made.all_heard(3), "a worker that is dead chooses none either"

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from trivet.routing.choose import Knowledge, Route, choose
 from trivet.routing.engines import Engines, EngineView
+from trivet.routing.held import Held, new_key
 from trivet.routing.policy import Policy, Reason
 from trivet.routing.prefixes import Chain, Prefix, PrefixTable
 
@@ -358,3 +359,37 @@ def test_a_slow_pair_is_not_used():
     fleet = Fleet(*PAIR, policy=Policy("auto"))
     fleet.engines.board.note_handover(fleet.view("prefill-0"), fleet.view("decode-0"), 2.5)
     assert fleet.choose(prompt_of(1000)).label == "slow_handover"
+
+
+# what engines tell themselves
+
+
+def told_and_sent(told: int | None, sent: int, *, whole: bool = True) -> tuple[str, int, bool]:
+    """What is known of an engine that has told of so many tokens (None: nothing) and was sent so many."""
+    engine = replace(view("prefill-0"), cached_block_tokens=16, slot=0)
+    chain = Chain.of_tokens("m", None)
+    chain.extend(range(640))
+    held, prefixes, key, prompt = Held(), PrefixTable(), new_key(), chain.prefix(641)
+    if told is not None:
+        held.add(key, prompt.hashes[: told // 64])
+        held.verify(engine, key, whole=whole)
+    prefixes.learn(replace(prompt, hashes=prompt.hashes[: sent // 64]), engine)
+    engines = Engines()
+    engines.update([engine, replace(engine, name="decode-0", tier="decode", slot=1)])
+    route = choose(engines, colocate=None, prompt=prompt, knowledge=Knowledge(prefixes=prefixes, held=held))
+    return route.prefill.name, route.cached.tokens, route.cached.told
+
+
+@pytest.mark.parametrize(
+    ("told", "sent", "whole", "expected"),
+    [
+        (None, 320, True, (320, False)),
+        (128, 320, True, (128, True)),
+        (0, 320, True, (0, True)),
+        (320, 128, True, (320, True)),
+        (128, 320, False, (320, False)),
+        (320, 128, False, (320, True)),
+    ],
+)
+def test_what_an_engine_tells_counts_and_what_it_was_sent_where_it_does_not(told, sent, whole, expected):
+    assert told_and_sent(told, sent, whole=whole) == ("prefill-0", *expected)

@@ -197,3 +197,47 @@ def test_turns_outlive_the_fleets_news():
     engines.take_turn(A)
     engines.update([A, B])
     assert engines.last_turn("a") > engines.last_turn("b")
+
+
+# engines that are leaving
+
+LEAVING = replace(A, ready=False, leaving=True)
+
+
+def test_what_the_fleet_says_of_an_engine_that_leaves_is_read():
+    said = {"name": "a", "tier": "decode", "url": "http://a", "ready": False, "leaving": True}
+    assert EngineView.parse(said) == LEAVING
+
+
+def test_an_engine_that_leaves_is_given_nothing_new_and_keeps_what_it_has():
+    engines, heard = engines_of(A), []
+    with engines.watching(A, lambda: heard.append(1)):
+        engines.update([LEAVING])
+        assert engines.ready("decode") == []
+        assert engines.is_leaving(A)
+        assert not engines.has_left(A)
+        assert heard == []
+        engines.update([])
+        assert heard == [1]
+    assert not engines.is_leaving(A)
+
+
+@pytest.mark.parametrize("news", ENDS.values(), ids=ENDS)
+def test_a_leg_hears_that_an_engine_that_was_leaving_has_ended(news):
+    engines, heard = engines_of(A), []
+    engines.update([LEAVING])
+    with engines.watching(A, lambda: heard.append(1)):
+        engines.update(news)
+        assert heard == [1]
+
+
+def test_those_that_are_leaving_are_the_last_that_serve():
+    other = replace(A, name="c")
+    engines = engines_of(LEAVING, other, replace(A, name="d", ready=False))
+    assert engines.serving("decode") == [other, LEAVING]
+    assert engines.serving("prefill") == []
+
+
+def test_an_engine_that_was_started_anew_is_not_leaving_any_more():
+    engines = engines_of(replace(LEAVING, generation=1))
+    assert not engines.is_leaving(A)

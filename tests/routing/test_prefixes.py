@@ -289,3 +289,25 @@ def test_on_the_board_one_worker_finds_what_another_has_learned():
     with board_of(2, regions={REGION: TABLE_BYTES}) as (_, first, second):
         PrefixTable(first.region(REGION)).learn(prefix_of(ids(500)), A)
         assert PrefixTable(second.region(REGION)).cached_tokens(prefix_of(ids(500)), A) == 448
+
+
+def test_what_an_engine_told_itself_says_nothing_about_the_table():
+    table = PrefixTable()
+    table.learn(prefix_of(ids(640)), A)
+    known = table.known(prefix_of(ids(640)), A)
+    table.correct(A, replace(known, told=True), 0)
+    assert table.known(prefix_of(ids(640)), A).tokens == known.tokens
+
+
+def test_a_prompt_on_the_tokens_plane_is_marked_and_kept_apart_by_model_and_salt():
+    made = {}
+    for identity in (("m", None), ("m", "salt"), ("lora", None)):
+        chain = Chain.of_tokens(*identity)
+        chain.extend(ids(128))
+        made[identity] = chain.prefix(128)
+    assert all(one.of_tokens for one in made.values())
+    assert len({one.hashes for one in made.values()}) == 3
+    assert not prefix_of(ids(128)).of_tokens
+    empty = Chain.of_tokens("m", "")  # no salt to an engine
+    empty.extend(ids(128))
+    assert empty.hashes == list(made["m", None].hashes)

@@ -90,6 +90,11 @@ def test_the_first_that_fits_strikes():
         ({"kind": "die", "uses": True}, "uses is True"),
         ({"kind": "die", "probability": 2}, "probability is 2"),
         ({"kind": "garbage", "garbage": "noise"}, "garbage is 'noise'"),
+        (
+            {"kind": "die", "leg": "decoder"},
+            "leg is 'decoder' -> it must be one of prefill, decode, release, empty for",
+        ),
+        ({"kind": "die", "leg": ["decode"]}, "leg is "),
     ],
 )
 def test_what_is_no_fault_is_said_in_one_line(value, message):
@@ -330,8 +335,9 @@ async def test_over_http(sim, client):
         (1, "status", 1, 1),
         (2, "hang", 0, 0),
     ]
-    bad = await client.post(sim, "/sim/faults", {"kind": "fire"})
-    assert (bad.status, bad.json["error"].startswith("fault: kind is 'fire'")) == (400, True)
+    for field, value in (("kind", "fire"), ("leg", "decoder")):
+        bad = await client.post(sim, "/sim/faults", {"kind": "die", field: value})
+        assert (bad.status, bad.json["error"].startswith(f"fault: {field} is {value!r}")) == (400, True)
     async with client.session.delete(f"{sim.url}/sim/faults/2") as answer:
         assert answer.status == 204
     async with client.session.delete(f"{sim.url}/sim/faults/2") as answer:

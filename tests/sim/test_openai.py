@@ -166,3 +166,42 @@ async def test_openais_client_reads_it(sim):
         ]
         assert "".join(pieces) == answer.choices[0].message.content
         assert [model.id async for model in api.models.list()] == ["sim"]
+
+
+async def test_a_response_and_a_message_are_the_chat_that_they_mean(sim, client):
+    expected = (await chat(client, sim)).json
+    said = expected["choices"][0]["message"]["content"]
+    prompt = expected["usage"]["prompt_tokens"]
+    response = (await client.post(sim, "/v1/responses", {"input": "Hi", "max_output_tokens": 4})).json
+    assert (response["object"], response["status"]) == ("response", "incomplete")
+    assert response["output"][0]["content"][0]["text"] == said
+    assert (response["usage"]["input_tokens"], response["usage"]["output_tokens"]) == (prompt, 4)
+    message = (await client.post(sim, "/v1/messages", {"messages": MESSAGES, "max_tokens": 4})).json
+    assert (message["type"], message["stop_reason"], message["content"][0]["text"]) == ("message", "max_tokens", said)
+    usage = message["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == prompt
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/v1/responses", {"input": [5]}, 400, "a message is an object"),
+        ("/v1/responses", {"input": "Hi", "previous_response_id": "resp_1"}, 404, "resp_1"),
+        ("/v1/responses", {"input": "Hi", "model": "nobody"}, 404, "nobody"),
+        ("/v1/messages", {"messages": MESSAGES}, 400, "Field required"),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 0}, 400, "max_tokens must be at least 1"),
+    ],
+)
+async def test_what_is_refused_at_the_other_doors(sim, client, path, body, status, message):
+    answer = await client.post(sim, path, body)
+    assert (answer.status, message in answer.json["error"]["message"]) == (status, True)
+
+
+async def test_kv_goes_over_responses_and_messages_too(start, client):
+    sim = await start()
+    for path, body in [
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 1}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 1}),
+    ]:
+        answer = await client.post(sim, path, body | {"kv_transfer_params": PREFILL})
+        assert answer.json["kv_transfer_params"]["do_remote_prefill"] is True

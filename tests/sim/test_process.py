@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from trivet.errors import TrivetError
-from trivet.sim.options import parse
+from trivet.sim.options import parse, tier_of
 
 WAIT_S = 30.0
 
@@ -50,6 +50,19 @@ def test_trivets_own_connector():
     assert (got.kv_address, got.kv_lease_s) == ("unix:/a.sock", 2.0)
     got = settings("--kv-transfer-config", json.dumps({"kv_connector": "NixlConnector"}))
     assert (got.kv_connector, got.kv_address, got.kv_lease_s) == ("NixlConnector", None, 30.0)
+
+
+@pytest.mark.parametrize("connector", ["NixlConnector", "TrivetConnector"])
+@pytest.mark.parametrize(
+    ("role", "tier"), [("kv_producer", "prefill"), ("kv_consumer", "decode"), ("kv_both", "mixed"), (None, "mixed")]
+)
+def test_its_tier_is_that_of_its_end_of_the_connector(connector, role, tier):
+    kv = {"kv_connector": connector} | ({"kv_role": role} if role else {})
+    assert tier_of(["serve", "m", "--kv-transfer-config", json.dumps(kv)]) == tier
+
+
+def test_without_a_connector_it_is_mixed():
+    assert tier_of(["serve", "m"]) == "mixed"
 
 
 def test_without_flags_it_is_as_vllm_is():
@@ -183,7 +196,8 @@ def test_a_wrong_flag_ends_with_status_2():
 async def test_two_processes_hand_over_on_their_sockets(tmp_path):
     def flags(side):
         options = {"address": f"unix:{tmp_path}/{side}.sock"}
-        config = {"kv_connector": "TrivetConnector", "kv_connector_extra_config": options}
+        role = {"prefill": "kv_producer", "decode": "kv_consumer"}[side]
+        config = {"kv_connector": "TrivetConnector", "kv_role": role, "kv_connector_extra_config": options}
         return ["--kv-transfer-config", json.dumps(config)]
 
     asked = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 3}}
@@ -209,7 +223,9 @@ async def test_two_processes_hand_over_on_their_sockets(tmp_path):
         assert (tmp_path / "prefill.sock").is_socket()
         assert len(await ask(decode_url, {**second, "transfer_id": "t2", "first_token": False})) == 3
         async with session.get(f"{decode_url}/sim/state") as answer:
-            counts = (await answer.json())["handovers"]
+            facts = await answer.json()
+        assert facts["tier"] == "decode"
+        counts = facts["handovers"]
         assert (counts["pulled"], counts["recomputed"]) == (1, 1)
         async with process(*flags("prefill")) as (_, prefill_url):  # what the killed one left is replaced
             assert await asyncio.gather(ask(prefill_url, first, 1), ask(decode_url, second)) == parts

@@ -1,7 +1,12 @@
+import copy
+import re
+
 import pytest
+import yaml
 
 from trivet.errors import TopologyError
-from trivet.topology import load_topology, parse_topology
+from trivet.topology import Engine, Gateway, Kv, Model, load_topology, parse_topology
+from trivet.topology.model import Limits, Split
 
 
 def refusal(text: str) -> str:
@@ -41,7 +46,7 @@ REFUSALS = [
     ),
     (
         SPLIT + "gateway:\n  split: {mode: sometimes}\n",
-        "trivet.yaml:5: gateway.split.mode: input should be 'auto', 'always' or 'never' (got 'sometimes')",
+        "trivet.yaml:5: gateway.split.mode: must be 'auto', 'always' or 'never' (got 'sometimes')",
     ),
     (
         SPLIT + "gateway:\n  split:\n    mode: always\n    max_handover_s: 2\n",
@@ -49,10 +54,13 @@ REFUSALS = [
     ),
     (
         SPLIT + "gateway:\n  split:\n    min_uncached_tokens: 0\n",
-        "trivet.yaml:6: gateway.split.min_uncached_tokens: input should be greater than or equal to 1 (got 0)",
+        "trivet.yaml:6: gateway.split.min_uncached_tokens: must be at least 1 (got 0)",
     ),
     # fields that do not exist
-    (SPLIT + "gatway: {}\n", "trivet.yaml:4: gatway: no such field (there are: env, flags, gateway, kv, model, tiers)"),
+    (
+        SPLIT + "gatway: {}\n",
+        "trivet.yaml:4: gatway: no such field (there are: env, flags, gateway, kv, kv_events, model, tiers)",
+    ),
     (
         SPLIT + "model:\n  nmae: x\n",
         "trivet.yaml:5: model.nmae: no such field (there are: dtype, max_length, name, served_names, tokenizer)",
@@ -64,31 +72,73 @@ REFUSALS = [
     (
         "tiers:\n  mixed:\n    engines:\n      - name: a\n        gpu: 0\n",
         "trivet.yaml:5: tiers.mixed.engines.0.gpu: no such field (there are: advertise, api_key, bind, cores, "
-        "cpu_kv_gib, device, env, flags, gpu_memory_utilization, gpus, host, kv_address, kv_port, "
-        "name, port, tensor_parallel, url)",
+        "cpu_kv_gib, device, env, flags, gpu_memory_utilization, gpus, host, kv_address, kv_events, "
+        "kv_events_port, kv_port, name, port, tensor_parallel, url)",
     ),
     # values that cannot be
     ("model: {}\n", "trivet.yaml:1: tiers: this is needed"),
     (
         SPLIT + "gateway:\n  port: many\n",
-        "trivet.yaml:5: gateway.port: input should be a valid integer, unable to parse string as an integer "
-        "(got 'many')",
+        "trivet.yaml:5: gateway.port: must be a whole number (got 'many')",
     ),
     (
         SPLIT + "gateway:\n  host: 0.0.0.0\n  port: 70000\n",
-        "trivet.yaml:6: gateway.port: input should be less than or equal to 65535 (got 70000)",
+        "trivet.yaml:6: gateway.port: must be at most 65535 (got 70000)",
     ),
     (
         SPLIT + "gateway: {port: 70000, workers: 0}\n",
-        "trivet.yaml:4: gateway.port: input should be less than or equal to 65535 (got 70000) (1 more)",
+        "trivet.yaml:4: gateway.port: must be at most 65535 (got 70000) (1 more)",
     ),
     (
         "tiers:\n  mixed:\n    gpus:\n      - 0\n      - -1\n",
-        "trivet.yaml:5: tiers.mixed.gpus.1: input should be greater than or equal to 0 (got -1)",
+        "trivet.yaml:5: tiers.mixed.gpus.1: must be at least 0 (got -1)",
     ),
     (
         SPLIT + "kv:\n  connector: TrivetConnector\n  options:\n    movers: [fax]\n",
         "trivet.yaml:6: kv.options: movers is a list of shm, cuda_p2p, pinned, the preferred one first (got ['fax'])",
+    ),
+    (
+        SPLIT + "kv:\n  options:\n    movers: [shm, shm]\n",
+        "trivet.yaml:5: kv.options: movers names shm twice; say each once, the preferred one first",
+    ),
+    (
+        SPLIT.replace("prefill:", "prefill:\n    engines:\n      - kv_address: /tmp/a.sock"),
+        "trivet.yaml:4: tiers.prefill.engines.0.kv_address: '/tmp/a.sock' is no address: say unix:/PATH, as KV moves "
+        "within one host",
+    ),
+    (
+        SPLIT.replace("prefill:", "prefill:\n    engines:\n      - kv_address: unix:/a.sock")
+        + "kv:\n  connector: NixlConnector\n",
+        "trivet.yaml:4: tiers.prefill.engines.0.kv_address: kv_address is TrivetConnector's, and kv.connector is "
+        "NixlConnector -> leave kv_address out, or kv: {connector: TrivetConnector}",
+    ),
+    (
+        SPLIT.replace("decode:", "decode:\n    engines:\n      - name: a\n        kv_port: 5600"),
+        "trivet.yaml:6: tiers.decode.engines.0.kv_port: kv_port is NixlConnector's, and kv.connector is "
+        "TrivetConnector -> leave kv_port out, or kv: {connector: NixlConnector}",
+    ),
+    (
+        "tiers:\n  mixed:\n    engines:\n      - name: a\n        kv_address: unix:/a.sock\n",
+        "trivet.yaml:5: tiers.mixed.engines.0.kv_address: a mixed engine hands over no KV, so kv_address means nothing "
+        "-> leave kv_address out",
+    ),
+    (
+        "kv: {connector: NixlConnector}\ntiers:\n  mixed:\n    engines:\n      - kv_port: 5600\n",
+        "trivet.yaml:5: tiers.mixed.engines.0.kv_port: a mixed engine hands over no KV, so kv_port means nothing -> "
+        "leave kv_port out",
+    ),
+    (
+        "tiers:\n  mixed:\n    engines:\n      - name: a b\n",
+        "trivet.yaml:4: tiers.mixed.engines.0.name: 'a b' is no name: letters, digits and _ . - make one, a letter or "
+        "digit first",
+    ),
+    (
+        SPLIT + "gateway:\n  otlp: http://a:99999\n",
+        "trivet.yaml:5: gateway.otlp: a collector's URL looks like http://host:4318, with a port from 1 to 65535",
+    ),
+    (
+        SPLIT + "gateway:\n  api_keys:\n",
+        "trivet.yaml:5: gateway.api_keys: there is nothing behind it: give a value, or leave the key out",
     ),
     (
         SPLIT.replace("prefill:", "prefill:\n    engines:\n      - kv_address: unix:/" + "x" * 102),
@@ -115,7 +165,8 @@ REFUSALS = [
     ),
     (
         "tiers:\n  mixed:\n    engines:\n      - url: a:1\n",
-        "trivet.yaml:4: tiers.mixed.engines.0.url: an engine's url looks like http://host:port",
+        "trivet.yaml:4: tiers.mixed.engines.0.url: an engine's url looks like http://host:port, with a port from 1 to "
+        "65535",
     ),
     (
         "tiers:\n  mixed:\n    engines:\n      - name: a\n      - name: b\n        host: node-2\n",
@@ -157,6 +208,70 @@ REFUSALS = [
 @pytest.mark.parametrize(("text", "expected"), REFUSALS, ids=[expected for _, expected in REFUSALS])
 def test_what_is_wrong_is_said_with_its_line_and_field(text, expected):
     assert refusal(text) == expected
+
+
+WRONG = [
+    *(f"gateway: {{{field}: {value}}}" for field in Gateway.model_fields for value in ("3.5", "{a: 1}", "[[]]", "")),
+    *(f"model: {{{field}: {value}}}" for field in Model.model_fields for value in ("3.5", "{a: 1}", "[[]]", "")),
+    *(f"gateway: {{limits: {{{field}: {value}}}}}" for field in Limits.model_fields for value in ("'1'", "-1", ".nan")),
+    *(f"gateway: {{split: {{{field}: {value}}}}}" for field in Split.model_fields for value in ("x", "-1", "[]")),
+    *(f"{field}: {value}" for field in ("model", "kv", "flags", "env", "gateway") for value in ("3", "x", "[[1]]")),
+    *(f"kv: {{{field}: {value}}}" for field in Kv.model_fields for value in ("3", "x", "[]")),
+    "gateway: {allow: [all]}",
+    "1: 2",
+]
+WRONG_ENGINES = [
+    f"{field}: {value}" for field in Engine.model_fields for value in ("3.5", "x y", "{a: {b: c}}", "[[]]", "-1")
+]
+PYDANTICS = re.compile(r"[Ii]nput|pattern|[Pp]ars(e|ing)|valid |instance|\btype|Value error|\bdict|\n")
+"""What a person who writes YAML need not know of."""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [f"{SPLIT}{one}\n" for one in WRONG]
+    + [f"kv: {{connector: NixlConnector}}\ntiers:\n  mixed:\n    engines:\n      - {one}\n" for one in WRONG_ENGINES],
+)
+def test_no_value_is_refused_in_pydantics_words(text):
+    told = None
+    try:
+        parse_topology(text, "t.yaml")
+    except TopologyError as error:
+        told = str(error)
+    if told is not None:  # some fields take some of these
+        assert re.match(r"t\.yaml:\d+: ", told)
+        assert not PYDANTICS.search(told), told
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        ("model",),
+        ("kv",),
+        ("kv", "options"),
+        ("env",),
+        ("flags",),
+        ("gateway",),
+        ("gateway", "limits"),
+        ("gateway", "split"),
+        ("gateway", "allow"),
+        ("model", "served_names"),
+        ("tiers", "render"),
+        ("tiers", "render", "env"),
+        ("tiers", "prefill", "env"),
+        ("tiers", "prefill", "gpus"),
+        ("tiers", "mixed", "flags"),
+    ],
+)
+def test_a_key_whose_contents_are_commented_out_is_as_if_it_were_absent(place):
+    tiers = {"tiers": {"prefill": {}, "decode": {}, "mixed": {}}}
+    absent, empty = copy.deepcopy(tiers), copy.deepcopy(tiers)
+    inner, other = empty, absent
+    for step in place[:-1]:
+        inner, other = inner.setdefault(step, {}), other.setdefault(step, {})
+    inner[place[-1]] = None
+    read = [parse_topology(yaml.safe_dump(one)).model_dump() for one in (empty, absent)]
+    assert read[0] == read[1]
 
 
 def test_an_alias_of_what_stands_around_it_is_refused():

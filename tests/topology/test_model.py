@@ -21,7 +21,10 @@ def problem(model, **fields) -> str:
     return caught.value.errors()[0]["msg"]
 
 
-@pytest.mark.parametrize("url", ["collector:4318", "grpc://c", "http://", "http://a b", "http://c?x"])
+@pytest.mark.parametrize(
+    "url",
+    ["collector:4318", "grpc://c", "http://", "http://a b", "http://c?x", "http://a:99999", "http://:4318/v1/traces"],
+)
 def test_a_collector_has_a_url(url):
     assert "a collector's URL looks like http://host:4318" in problem(Gateway, otlp=url)
     assert Gateway(otlp="http://collector:4318").otlp == "http://collector:4318"
@@ -151,9 +154,13 @@ def test_one_served_name_may_be_written_without_a_list():
         ),
         (Tier, {"gpus": [1, 1]}, "the same GPU is named twice"),
         (Tier, {"replicas": 1, "engines": []}, "give replicas or a list of engines, not both"),
-        (Engine, {"url": "10.0.0.7:8000"}, "an engine's url looks like http://host:port"),
-        (Engine, {"url": "http://"}, "an engine's url looks like http://host:port"),
-        (Engine, {"url": "http://a b"}, "an engine's url looks like http://host:port"),
+        (Engine, {"url": "10.0.0.7:8000"}, "an engine's url looks like http://host:port, with a port from 1 to 65535"),
+        (Engine, {"url": "http://"}, "an engine's url looks like http://host:port, with a port from 1 to 65535"),
+        *(
+            (Engine, {"url": url}, "an engine's url looks like http://host:port, with a port from 1 to 65535")
+            for url in ("http://a:99999", "http://a:0", "http://:8000", "http://a:b/v1", "http://[::1")
+        ),
+        (Engine, {"url": "http://a b"}, "an engine's url looks like http://host:port, with a port from 1 to 65535"),
         (
             Engine,
             {"url": "http://a:1", "port": 2, "gpus": [0]},
@@ -270,3 +277,45 @@ def test_when_requests_are_split(written, expected):
 def test_thresholds_out_of_range_are_refused(wrong):
     with pytest.raises(ValidationError):
         Split(**wrong)
+
+
+# TLS and CORS
+
+
+def test_any_website_may_read_answers_unless_told_otherwise_as_with_vllm_serve():
+    cors = Gateway().cors
+    assert (cors.origins, cors.methods, cors.headers, cors.credentials) == (["*"], ["*"], ["*"], False)
+    assert Gateway(cors={"origins": []}).cors.origins == []
+    assert Gateway().tls is None
+
+
+@pytest.mark.parametrize("origin", ["https://page.example", "http://localhost:3000", "null", "chrome-extension://abc"])
+def test_an_origin_is_what_browsers_send(origin):
+    assert Gateway(cors={"origins": [origin]}).cors.origins == [origin]
+
+
+@pytest.mark.parametrize(
+    ("cors", "words"),
+    [
+        ({"origins": ["page.example"]}, "'page.example' is no origin"),
+        ({"origins": ["https://page.example/"]}, "is no origin"),
+        ({"origins": ["https://a, https://b"]}, "is no origin"),
+        ({"methods": ["GET, POST"]}, "'GET, POST' is no name"),
+        ({"headers": [""]}, "'' is no name"),
+        ({"credentials": True}, "with credentials any website could act as its visitor: name the origins"),
+    ],
+)
+def test_what_browsers_could_not_mean_is_refused(cors, words):
+    assert words in problem(Gateway, cors=cors)
+
+
+def test_a_key_alone_is_no_tls():
+    assert problem(Gateway, tls={"key": "a.pem"}) == "Field required"
+
+
+@pytest.mark.parametrize(
+    ("flag", "field"),
+    [("ssl-keyfile", "gateway.tls"), ("ssl-certfile", "gateway.tls"), ("allowed-origins", "gateway.cors")],
+)
+def test_vllms_flags_for_them_name_the_field(flag, field):
+    assert field in problem(Tier, flags=[f"--{flag}", "x"])

@@ -434,7 +434,10 @@ def test_gpus_that_do_not_exist_are_refused_by_line():
 
 
 def test_a_cpu_engine_has_no_gpus():
-    assert refusal("tiers:\n  mixed: {gpus: [0]}\n", cpu()) == "trivet.yaml:2: mixed-0: a CPU engine has no gpus"
+    told = "mixed-0: a CPU engine has no gpus -> leave gpus out, or say device: cuda"
+    assert refusal("tiers:\n  mixed: {gpus: [0]}\n", cpu()) == f"trivet.yaml:2: {told}"
+    listed = "tiers:\n  mixed:\n    engines:\n      - device: cpu\n        gpus: [0]\n"
+    assert refusal(listed, cpu()) == f"trivet.yaml:5: {told}"
 
 
 # GPU memory
@@ -874,6 +877,12 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(TopologyError) as caught:
         resolve_model(str(tmp_path))
     assert str(caught.value) == f"model.name: {tmp_path} has no config.json -> give a Hugging Face model's folder"
+
+
+def test_a_folder_that_cannot_be_is_refused_with_its_line(tmp_path):
+    for name in (str(tmp_path), "./missing"):
+        with pytest.raises(TopologyError, match=r"^t.yaml:7: model.name: "):
+            resolve_model(name, tmp_path, "t.yaml:7")
 
 
 @pytest.mark.parametrize(("count", "is_refused"), [(256, False), (257, True)])

@@ -155,3 +155,62 @@ def test_ports_of_ipv6_addresses_are_looked_up_too():
     with server:
         server.listen()
         assert not is_free(server.getsockname()[1], "::1")
+
+
+# planning again
+
+
+def test_a_port_of_the_first_book_can_be_had_again_by_its_number(busy, book):
+    book._taken.add(busy)  # who listens there is the engine that it was given to
+    with closing(book.again()) as newer:
+        assert newer.fixed(busy, HOST, "engine a") == busy
+        with pytest.raises(PortInUseError, match="is wanted twice"):
+            newer.fixed(busy, HOST, "engine b")
+
+
+def test_a_port_of_the_first_book_is_kept_once_and_never_a_free_one(book):
+    port = book.free(unused_port(), HOST)
+    with closing(book.again()) as newer:
+        assert newer.free(port, HOST) > port
+        assert newer.keep(port)
+        assert not newer.keep(port)
+        assert not newer.keep(port + 5000)
+
+
+def test_the_gateways_port_can_be_set_aside_again(book):
+    port = unused_port()
+    book.set_aside(port)
+    with closing(book.again()) as newer:
+        newer.set_aside(port)
+
+
+def held(port: int) -> bool:
+    with closing(PortBook()) as other:
+        try:
+            other.fixed(port, HOST, "another Trivet's")
+        except PortInUseError:
+            return True
+        return False
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_a_newer_book_has_handed_out_is_held(book, whole):
+    old = book.free(unused_port(), HOST)
+    kept = book.free(old + 1, HOST)
+    newer = book.again()
+    fresh = newer.free(old, HOST)
+    assert newer.keep(kept)
+    book.adopt(newer, whole=whole)
+    newer.close()  # it has nothing any more
+    assert (held(old), held(kept), held(fresh)) == (not whole, True, True)
+    with closing(book.again()) as third:
+        assert third.keep(fresh)
+
+
+def test_a_newer_book_that_is_closed_leaves_the_first_as_it_was(book):
+    old = book.free(unused_port(), HOST)
+    newer = book.again()
+    newer.keep(old)
+    fresh = newer.free(old, HOST)
+    newer.close()
+    assert (held(old), held(fresh)) == (True, False)

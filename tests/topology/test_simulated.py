@@ -95,7 +95,24 @@ def test_engines_of_someone_else_may_be_simulated():
     assert len(plan_of(unsaid, WITH_VLLM).engines) == 2
 
 
-@pytest.mark.parametrize("field", ["gpus: [0]", "cores: [0]", "tensor_parallel: 2", "gpu_memory_utilization: 0.5"])
-def test_what_means_nothing_to_them_is_refused(field):
-    with pytest.raises(TopologyError, match=f"mixed-0: {field.split(':')[0]} means nothing to a simulated engine"):
-        plan_of(f"tiers: {{mixed: {{device: sim, {field}}}}}\n", WITH_VLLM)
+@pytest.mark.parametrize(
+    ("field", "device"),
+    [
+        ("gpus: [0]", "cuda"),
+        ("gpus: []", "cuda"),
+        ("cores: [0]", "cpu"),
+        ("tensor_parallel: 2", "cuda"),
+        ("gpu_memory_utilization: 0.5", "cuda"),
+        ("cpu_kv_gib: 2", "cpu"),
+    ],
+)
+@pytest.mark.parametrize("of_the_tier", [True, False])
+def test_what_means_nothing_to_them_is_refused(field, device, of_the_tier):
+    inside = f"device: sim\n    {field}\n" if of_the_tier else f"engines:\n    - device: sim\n      {field}\n"
+    with pytest.raises(TopologyError) as caught:
+        plan_of(f"tiers:\n  mixed:\n    {inside}", WITH_VLLM)
+    name = field.split(":")[0]
+    assert str(caught.value) == (
+        f"t.yaml:{4 if of_the_tier else 5}: mixed-0: {name} means nothing to a simulated engine -> leave {name} out, "
+        f"or say device: {device} instead of device: sim"
+    )

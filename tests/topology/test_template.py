@@ -66,4 +66,4 @@ def test_the_example_with_several_engines_means_what_it_says():
     (number,) = (number for number, text in PLACES.items() if text.startswith("engines:"))
     engines = parse_topology(uncommented(number)).tiers.decode.listed()
     assert [one.name or one.url for one in engines] == ["decode-a", "decode-b", "http://10.0.0.7:8000"]
-    assert (engines[1].host, engines[1].port, engines[1].kv_port) == ("node-2", 8100, 5600)
+    assert (engines[1].host, engines[1].port) == ("node-2", 8100)

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from trivet.cli import demo, engine, sim, status, topology, up
+from trivet.cli import demo, engine, reload, sim, status, topology, up
 from trivet.cli.common import console_error, version_callback
 from trivet.errors import TrivetError
 
@@ -19,6 +19,7 @@ app = typer.Typer(
 )
 app.command()(demo.demo)
 app.command()(up.up)
+app.command()(reload.reload)
 app.command()(status.status)
 app.command()(engine.engine)
 app.command(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,8 +21,15 @@ from trivet.topology.plan import resolve_model
 from trivet.topology.ports import PortBook
 from trivet.topology.template import TEMPLATE
 
+_WIDTH_OF_NO_TERMINAL = 100_000
+"""Columns of a pipe or file: whoever reads there (grep, awk, a person's editor) wants a line to be a line."""
+
 
 class _Terminal(Console):
+    def __init__(self, *, stderr: bool = False) -> None:
+        is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
+        super().__init__(stderr=stderr, highlight=False, width=None if is_terminal else _WIDTH_OF_NO_TERMINAL)
+
     def on_broken_pipe(self) -> None:
         """Whoever read this has gone, which is no reason to end what is served. Rich would exit here."""
         self.quiet = True
@@ -30,8 +38,8 @@ class _Terminal(Console):
         os.close(nowhere)
 
 
-out = _Terminal(highlight=False)
-err = _Terminal(stderr=True, highlight=False)
+out = _Terminal()
+err = _Terminal(stderr=True)
 
 TopologyArgument = typer.Argument(None, help="Topology file; without one, the demo's topology.", show_default=False)
 
@@ -60,7 +68,7 @@ def read_topology(path: Path | None) -> Topology:
 def model_folder(topology: Topology, *, make: bool = True) -> str:
     """What engines are given as their model; the demo's is made if need be."""
     if topology.model.name != "demo":
-        return resolve_model(topology.model.name, topology.folder)
+        return resolve_model(topology.model.name, topology.folder, topology.where("model", "name"))
     from trivet.demo.model import demo_model_path, ensure_demo_model
 
     if not make:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import ssl
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -13,19 +16,29 @@ from rich.table import Table
 
 from trivet.cli.common import out
 from trivet.errors import TrivetError
-from trivet.gateway.service import last_url
+from trivet.gateway.service import last_certificate, last_url
+from trivet.gateway.tls import trusting
+from trivet.topology.model import names_a_host
 
 
 def status(
     url: str | None = typer.Option(None, "--url", help="The gateway; without it, the service started last here."),
     api_key: str | None = typer.Option(None, "--api-key", envvar="TRIVET_API_KEY", help="If the gateway wants one."),
     as_json: bool = typer.Option(False, "--json", help="The same as JSON."),
+    certificate: Path | None = typer.Option(
+        None, "--certificate", help="What an https gateway's certificate is checked against; else what is trusted here."
+    ),
 ) -> None:
     """Show tiers, engines, their state and load."""
     gateway = url or last_url()
     if gateway is None:
         raise TrivetError("no service runs here", mend="start one with `trivet up`, or give --url")
-    facts = asyncio.run(_ask(gateway.rstrip("/"), api_key))
+    if not (re.fullmatch(r"https?://\S+", gateway) and names_a_host(gateway)):
+        raise TrivetError(
+            f"{gateway!r} is no URL of a gateway", mend="write --url http://HOST:PORT, such as http://127.0.0.1:8000"
+        )
+    trusted = _trusted(certificate or (last_certificate() if url is None else None))
+    facts = asyncio.run(_ask(gateway.rstrip("/"), api_key, trusted))
     if as_json:
         typer.echo(json.dumps(facts, indent=1))
         return
@@ -35,7 +48,7 @@ def status(
         table.add_column(column, justify="right" if right else "left", overflow="fold")
     for engine in facts["engines"]:
         load = engine.get("load") or {}
-        style = "green" if engine["ready"] else "red"
+        style = "green" if engine["ready"] else "yellow" if engine.get("leaving") else "red"
         table.add_row(
             engine["tier"],
             engine["name"],
@@ -48,23 +61,46 @@ def status(
         )
     out.print(f"gateway {gateway}: {facts['generations_running']} generation(s) running")
     out.print(table)
+    if reload := facts.get("reload"):
+        out.print(f"reload {reload['number']}: {reload['state']}: {escape(reload['told'])}", soft_wrap=True)
     for engine in facts["engines"]:
         if engine.get("problem"):
             out.print(f"{engine['name']}: {escape(engine['problem'])}", soft_wrap=True)
+        elif engine.get("last_problem"):
+            past = f"{engine['name']}: {engine['last_problem']} ({engine['last_problem_at']}; it is over)"
+            out.print(escape(past), soft_wrap=True)
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:g}"
 
 
-async def _ask(gateway: str, api_key: str | None) -> dict[str, Any]:
+def _trusted(certificate: Path | None) -> ssl.SSLContext | None:
+    """What an https gateway is checked against: one certificate, or, with None, the system's authorities."""
+    if certificate is None:
+        return None
+    try:
+        return trusting(certificate)
+    except OSError as error:
+        raise TrivetError(
+            f"{certificate} is no certificate that can be read ({error.strerror or error})",
+            mend="give the PEM file that gateway.tls.certificate names: --certificate FILE",
+        ) from None
+
+
+async def _ask(gateway: str, api_key: str | None, trusted: ssl.SSLContext | None = None) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = aiohttp.ClientTimeout(total=15)
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
-            session.get(f"{gateway}/trivet/status") as answer,
+            session.get(f"{gateway}/trivet/status", ssl=trusted or True) as answer,
         ):
+            if answer.status == 401 and api_key:
+                raise TrivetError(
+                    f"{gateway} does not take this API key",
+                    mend="give one of its gateway.api_keys: --api-key KEY, or TRIVET_API_KEY",
+                )
             if answer.status == 401:
                 raise TrivetError(f"{gateway} wants an API key", mend="--api-key KEY, or TRIVET_API_KEY")
             if answer.status != 200:
@@ -73,7 +109,16 @@ async def _ask(gateway: str, api_key: str | None) -> dict[str, Any]:
             if not isinstance(facts, dict) or "engines" not in facts:
                 raise TrivetError(f"{gateway} answers with something else", mend="is it a Trivet gateway?")
             return facts
+    except aiohttp.ClientConnectorCertificateError as error:
+        raise TrivetError(
+            f"{gateway} shows a certificate that is not trusted here ({_words(error.certificate_error)})",
+            mend="--certificate FILE, with the one that its gateway.tls.certificate names",
+        ) from None
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
         raise TrivetError(
             f"{gateway} does not answer ({type(error).__name__})", mend="is `trivet up` running there?"
         ) from None
+
+
+def _words(error: Exception) -> str:
+    return str(getattr(error, "verify_message", "") or error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import typer
@@ -25,10 +26,15 @@ def init(
     """Write a commented topology file: the demo's, ready to be changed."""
     if path.exists() and not force:
         raise TopologyError(f"{path} exists", mend="give another name, or --force")
+    if not path.absolute().parent.is_dir():
+        raise TopologyError(
+            f"{path}: there is no folder {path.parent}",
+            mend=f"make it first (mkdir -p {shlex.quote(str(path.parent))}), or give another path",
+        )
     try:
         path.write_text(TEMPLATE, encoding="utf-8")
     except OSError as error:
-        raise TopologyError(f"{path} cannot be written: {error.strerror}") from None
+        raise TopologyError(f"{path} cannot be written: {error.strerror}", mend="give another path") from None
     out.print(f"wrote {escape(str(path))}; serve it with: trivet up {escape(str(path))}", soft_wrap=True)
 
 
@@ -47,7 +53,8 @@ def show(
     out.print(
         f"[bold]model[/]      {escape(plan.model)}, served as {escape(', '.join(plan.served_names))}", soft_wrap=True
     )
-    out.print(f"[bold]gateway[/]    http://{gateway.host}:{gateway.port}, {gateway.workers} worker(s)")
+    scheme = "https" if gateway.tls else "http"
+    out.print(f"[bold]gateway[/]    {scheme}://{gateway.host}:{gateway.port}, {gateway.workers} worker(s)")
     out.print(f"[bold]connector[/]  {plan.connector.name if plan.connector else 'none: nothing is split'}")
     render = " ".join(plan.render_flags[1:])
     if plan.topology.gateway.plane == "text":

@@ -7,14 +7,16 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from trivet.cli.common import Progress, TopologyArgument, open_plan, out
+from trivet.cli.common import Progress, TopologyArgument, err, out
+from trivet.cli.plan_file import PlanFile
+from trivet.gateway.reload import Reload
 from trivet.gateway.service import Service, new_run_dir
 from trivet.topology import Plan
 
@@ -25,15 +27,20 @@ def up(
     topology: Path | None = TopologyArgument,
     port: int | None = typer.Option(None, "--port", min=0, max=65535, help="Gateway port; 0 takes a free one."),
 ) -> None:
-    """Serve a topology until Ctrl-C or SIGTERM."""
-    with open_plan(topology, port=port) as plan:
-        for note in plan.notes:
-            out.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
-        asyncio.run(_serve(plan))
+    """Serve a topology until Ctrl-C or SIGTERM; SIGHUP (or `trivet reload`) has it read the file again."""
+    with contextlib.closing(PlanFile(topology, port=port)) as file:
+        plan = file.plan()
+        _tell_notes(plan.notes)
+        asyncio.run(_serve(plan, file))
 
 
-async def _serve(plan: Plan) -> None:
-    async with stop_signals() as stop, running(plan, out, stop) as service:
+def _tell_notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        out.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
+
+
+async def _serve(plan: Plan, file: PlanFile) -> None:
+    async with stop_signals() as stop, reload_signals(stop) as wish, running(plan, out, stop) as service:
         if service is None:
             return
         out.print(
@@ -41,9 +48,33 @@ async def _serve(plan: Plan) -> None:
             soft_wrap=True,
         )
         out.print(f"\n{escape(curl_line(service))}\n", soft_wrap=True)
+        reloading = asyncio.create_task(_reload_on(wish, service, file))
         await stop.wait()
+        reloading.cancel()
+        await asyncio.gather(reloading, return_exceptions=True)
         out.print("stopping: running requests may finish; again to stop at once")
     out.print("stopped")
+
+
+async def _reload_on(wish: asyncio.Event, service: Service, file: PlanFile) -> None:
+    """Reloads as often as it is wished. A wish that comes meanwhile counts for afterwards; so do several."""
+    service.note(Reload(0, "none"))  # from now on it can be
+    told = set(service.plan.notes)
+
+    def replan(running: Plan) -> Plan:
+        plan = file.again(running)
+        _tell_notes(note for note in plan.notes if note not in told)
+        told.update(plan.notes)
+        return plan
+
+    while True:
+        await wish.wait()
+        wish.clear()
+        match (await service.reload(replan, wish)).state:
+            case "refused":
+                file.drop()
+            case state:
+                file.keep(whole=state == "done")
 
 
 def curl_line(service: Service) -> str:
@@ -55,7 +86,10 @@ def curl_line(service: Service) -> str:
         "stream": True,
     }
     key = f" -H 'Authorization: Bearer {service.api_keys[0]}'" if service.api_keys else ""
-    return f"curl -N {service.url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
+    # the certificate may not name the address of this machine
+    insecure = " --insecure" if service.url.startswith("https") else ""
+    url = f"{service.url}/v1/chat/completions"
+    return f"curl -N{insecure} {url} -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
 
 
 @contextlib.asynccontextmanager
@@ -83,6 +117,41 @@ async def running(plan: Plan, console: Console, stop: asyncio.Event) -> AsyncIte
         yield service
     finally:
         await service.__aexit__(None, None, None)
+
+
+@contextlib.asynccontextmanager
+async def reload_signals(stop: asyncio.Event) -> AsyncIterator[asyncio.Event]:
+    """An event that SIGHUP sets. If it comes because this process's terminal was closed, it sets ``stop`` instead."""
+    wish, loop = asyncio.Event(), asyncio.get_running_loop()
+    survives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # under nohup
+    has_terminal = _has_terminal()
+    on_it = [console for console in (out, err) if console.is_terminal]
+
+    def handle() -> None:
+        nonlocal has_terminal
+        if has_terminal and not _has_terminal():
+            has_terminal = False
+            for console in on_it:
+                console.quiet = True  # it can be written to no more
+            if not survives:
+                stop.set()
+        else:
+            wish.set()
+
+    loop.add_signal_handler(signal.SIGHUP, handle)
+    try:
+        yield wish
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
+
+
+def _has_terminal() -> bool:
+    """Whether this process has a terminal that would end it, by SIGHUP, when it is closed."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.asynccontextmanager

@@ -42,6 +42,8 @@ class Options:
             if name not in _MAY_BE:
                 raise ValueError(f"there is no option {name!r} ({_instead(name)})")
             fits, told = _MAY_BE[name]
+            if name == "movers" and (twice := _twice(value)):
+                raise ValueError(f"movers names {twice} twice; say each once, the preferred one first")
             if not fits(value):
                 raise ValueError(f"{name} is {told} (got {value!r})")
         options = cls(**{**given, "movers": tuple(given.get("movers", ()))})
@@ -61,10 +63,16 @@ def _instead(name: object) -> str:
     return f"did you mean {near[0]}?" if near else f"there are: {', '.join(sorted(there))}"
 
 
+def _twice(value: object) -> str | None:
+    """A word that a list has more than once."""
+    words = [one for one in value if isinstance(one, str)] if isinstance(value, list | tuple) else []
+    return next((one for number, one in enumerate(words) if one in words[:number]), None)
+
+
 def _are_movers(value: object) -> bool:
     if not isinstance(value, list | tuple) or not value:
         return False
-    return all(isinstance(one, str) and one in MOVERS for one in value) and len(set(value)) == len(value)
+    return all(isinstance(one, str) and one in MOVERS for one in value)
 
 
 def _is_number(value: object) -> bool:

@@ -20,6 +20,8 @@ GRACE_S = 10.0
 """How long an engine may take to end after SIGTERM. Work in flight was drained before, by the gateway."""
 
 _POLL_S = 0.05
+_BY_SIGNAL = 128
+"""What shells and guards add to a signal's number for an exit status."""
 
 
 _PF_EXITING = 0x4
@@ -101,6 +103,12 @@ class GuardedProcess:
             for child in _children_of(pending.pop()):
                 pending.append(child)
                 yield child
+
+
+def how_it_ended(status: int) -> str:
+    """An exit status in words: one for a process of our own (-9), and one that a guard or shell tells (137)."""
+    number = -status if status < 0 else status - _BY_SIGNAL
+    return f"was ended by signal {number}" if number > 0 else f"ended with exit status {status}"
 
 
 def lost(family: Mapping[int, str]) -> str | None:

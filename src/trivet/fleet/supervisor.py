@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -15,7 +15,7 @@ import aiohttp
 
 from trivet.errors import EngineFailedError
 from trivet.fleet import probe
-from trivet.fleet.process import GuardedProcess, lost, tail
+from trivet.fleet.process import GuardedProcess, how_it_ended, lost, tail
 from trivet.topology.machine import OLDEST_VLLM, is_too_old
 from trivet.topology.plan import EnginePlan, Plan
 
@@ -42,7 +42,18 @@ class State(StrEnum):
     READY = "ready"
     FAILED = "failed"
     """It ended; it is started again after a pause."""
+    LEAVING = "leaving"
+    """It is to be stopped: it gets nothing new, and what runs there may end."""
     STOPPED = "stopped"
+
+
+_IN_SERVICE = (State.READY, State.LEAVING)
+_ABSENT = {
+    probe.Health.REFUSED: "nothing listens there yet, or there is no such host",
+    probe.Health.SILENT: "it does not answer there yet",
+    probe.Health.DEAD: "what answers there says that it has died",
+}
+"""What keeps an engine that someone else starts from being used, by what it says to the first questions."""
 
 
 @dataclass(slots=True)
@@ -53,9 +64,20 @@ class EngineStatus:
     log: Path
     state: State
     generation: int = 0
+    first_generation: int = 1
+    """Above 1 for an engine that has the name of an earlier one: what was known of that must not be taken for its."""
+    stays: bool = False
+    """Whether it is started again when it fails; until then its failure is the error of who waits for it."""
+    parts: bool = False
+    """Whether it is to be stopped, and so is not started again."""
     failures: int = 0
     ready_since: float | None = None
     problem: str | None = None
+    """What is wrong now."""
+    last_problem: str | None = None
+    """What was wrong last, also when that is over."""
+    last_problem_at: str | None = None
+    """When that was: UTC, as ISO 8601 has it."""
     pid: int | None = None
     is_known: bool = False
     """Whether it has told what follows since it came up."""
@@ -73,13 +95,17 @@ class EngineStatus:
             "device": self.plan.device,
             "state": str(self.state),
             "ready": self.state is State.READY,
+            "leaving": self.state is State.LEAVING,
             "generation": self.generation,
-            "restarts": max(0, self.generation - 1),
+            "restarts": max(0, self.generation - self.first_generation),
             "problem": self.problem,
+            "last_problem": self.last_problem,
+            "last_problem_at": self.last_problem_at,
             "log": str(self.log) if self.plan.started_by == "trivet" else None,
             "cached_block_tokens": self.cached_block_tokens,
             "aborts": self.aborts,
             "kv_address": self.plan.kv_address,
+            "kv_events": self.plan.kv_events,
             "api_key": self.plan.api_key,
         }
 
@@ -88,7 +114,7 @@ Listener = Callable[[EngineStatus], None]
 
 
 class Fleet:
-    """The engines of a plan. ``start`` once, ``stop`` once."""
+    """The engines of a plan. ``start`` once, ``stop`` once; between them engines ``join`` and ``part``."""
 
     def __init__(self, plan: Plan, logs: Path, listener: Listener = lambda _: None) -> None:
         """
@@ -98,20 +124,17 @@ class Fleet:
         """
         self._model = plan.served_names[0]
         self._listener = listener
-        self._tasks: list[asyncio.Task[None]] = []
+        self._logs = logs
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._processes: dict[str, GuardedProcess] = {}
         self._session: aiohttp.ClientSession | None = None
+        self._awaited: Collection[str] = [one.name for one in plan.engines]
+        """Engines that somebody waits for."""
         self._all_ready = asyncio.Event()
-        self._started = asyncio.Event()
-        self._stopping = False
-        self.engines = {
-            one.name: EngineStatus(
-                one,
-                logs / f"{one.name}.log",
-                State.STARTING if one.started_by == "trivet" else State.WAITING,
-            )
-            for one in plan.engines
-        }
+        """They are."""
+        self._generations: dict[str, int] = {}
+        """Of engines that have parted."""
+        self.engines = {one.name: self._new(one) for one in plan.engines}
 
     async def start(self) -> None:
         """Returns when every engine is ready.
@@ -121,29 +144,114 @@ class Fleet:
         """
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
         for status in self.engines.values():
-            self._listener(status)
-            tend = self._tend if status.plan.started_by == "trivet" else self._follow
-            self._tasks.append(asyncio.create_task(tend(status), name=f"engine {status.plan.name}"))
-        everyone = asyncio.create_task(self._all_ready.wait())
+            self._begin(status)
+        await self._all_up()
+        for status in self.engines.values():
+            status.stays = True
+
+    async def join(self, plans: Sequence[EnginePlan]) -> None:
+        """Starts further engines, or follows those that others start; returns when all of them are ready.
+
+        Raises:
+            EngineFailedError: one ended instead, or was not ready in time. None of them is left then.
+        """
+        self._awaited = [one.name for one in plans]
+        self._all_ready.clear()
+        for plan in plans:
+            self.engines[plan.name] = status = self._new(plan)
+            self._begin(status)
         try:
-            done, _ = await asyncio.wait([everyone, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+            async with asyncio.timeout(_START_LIMIT_S + _POLL_S):  # one that others start may never come
+                await self._all_up()
+        except (EngineFailedError, TimeoutError) as error:
+            late = [name for name in self._awaited if self.engines[name].state is not State.READY]
+            await self.part([one.name for one in plans])
+            if isinstance(error, EngineFailedError):
+                raise
+            raise EngineFailedError(
+                f"engine {late[0]} was not ready after {_START_LIMIT_S:.0f} s", mend="is it running there?"
+            ) from None
+        for plan in plans:
+            self.engines[plan.name].stays = True
+
+    def resume(self, plans: Sequence[EnginePlan]) -> None:
+        """Starts engines that were there before, as ``start`` would have them; nobody waits for them."""
+        for plan in plans:
+            self.engines[plan.name] = status = self._new(plan)
+            status.stays = True
+            self._begin(status)
+
+    def leave(self, name: str, why: str) -> None:
+        """Takes an engine out of the rotation for what is new, before it is stopped; what runs there goes on.
+
+        Args:
+            why: for a person who looks.
+        """
+        status = self.engines[name]
+        status.parts = True
+        if status.state is State.READY:
+            status.problem = why
+            self._change(status, State.LEAVING)
+
+    async def part(self, names: Collection[str]) -> None:
+        """Stops engines, or no longer follows them, and forgets them: decode first, as in ``stop``."""
+        for name in names:
+            self._tasks[name].cancel()
+        await asyncio.gather(*(self._tasks[name] for name in names), return_exceptions=True)
+        for name in names:  # told first: ending takes a moment
+            self.engines[name].problem = None
+            self._change(self.engines[name], State.STOPPED)
+        await self._end(names)
+        for name in names:
+            status = self.engines.pop(name)
+            self._generations[name] = status.generation
+            del self._tasks[name]
+            self._processes.pop(name, None)
+            self._listener(status)  # it is not among them any more
+
+    def _new(self, plan: EnginePlan) -> EngineStatus:
+        before = self._generations.get(plan.name, 0)
+        return EngineStatus(
+            plan,
+            self._logs / f"{plan.name}.log",
+            State.STARTING if plan.started_by == "trivet" else State.WAITING,
+            generation=before,
+            first_generation=before + 1,
+        )
+
+    def _begin(self, status: EngineStatus) -> None:
+        self._listener(status)
+        tend = self._tend if status.plan.started_by == "trivet" else self._follow
+        self._tasks[status.plan.name] = asyncio.create_task(tend(status), name=f"engine {status.plan.name}")
+
+    async def _all_up(self) -> None:
+        """Returns when the engines that are awaited are ready.
+
+        Raises:
+            EngineFailedError: one of them ended instead.
+        """
+        everyone = asyncio.create_task(self._all_ready.wait())
+        tasks = [self._tasks[name] for name in self._awaited]
+        try:
+            done, _ = await asyncio.wait([everyone, *tasks], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()  # a failed engine's error comes out here
         finally:
             everyone.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await everyone
-        self._started.set()
+
+    async def _end(self, names: Collection[str]) -> None:
+        for tier in ("decode", "mixed", "prefill"):
+            mine = [name for name in names if self.engines[name].plan.tier == tier]
+            await asyncio.gather(*(self._processes[name].stop() for name in mine if name in self._processes))
 
     async def stop(self) -> None:
         """Ends the engines that were started here: decode first, so that no transfer loses its source."""
-        self._stopping = True
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for tier in ("decode", "mixed", "prefill"):
-            ending = [process for name, process in self._processes.items() if self.engines[name].plan.tier == tier]
-            await asyncio.gather(*(process.stop() for process in ending))
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await self._end(self.engines)
         for status in self.engines.values():
             self._change(status, State.STOPPED)
         if self._session is not None:
@@ -160,7 +268,7 @@ class Fleet:
             except OSError as error:  # no memory, no descriptors, a full disk: it may be better the next time
                 status.problem = f"could not be started: {error.strerror or error}"
                 self._change(status, State.FAILED)
-                if not self._started.is_set():
+                if not status.stays:
                     raise EngineFailedError(f"engine {status.plan.name} {status.problem}") from error
                 await asyncio.sleep(_BACKOFF_S[-1])
                 continue
@@ -179,7 +287,9 @@ class Fleet:
             status.problem = problem
             self._change(status, State.FAILED)  # told first: ending what is left takes a moment
             await process.kill()
-            if not self._started.is_set():
+            if status.parts:
+                return
+            if not status.stays:
                 raise EngineFailedError(
                     f"engine {status.plan.name} {problem}",
                     mend=f"its log is {status.log}",
@@ -259,13 +369,13 @@ class Fleet:
             word = await probe.health(self._session, plan.url)
             if word is probe.Health.OK:
                 last_word = time.monotonic()
-                if status.state is State.READY:
+                if status.state in _IN_SERVICE:
                     await self._learn_late(status)
-                else:
+                elif not status.parts:
                     found = await probe.version(self._session, plan.url)
                     if found is not None and is_too_old(found):
                         needed = f"Trivet needs {'.'.join(str(part) for part in OLDEST_VLLM)} or newer"
-                        if not self._started.is_set():
+                        if not status.stays:
                             raise EngineFailedError(f"engine {plan.name} at {plan.url} is vLLM {found}", mend=needed)
                         status.problem = f"is vLLM {found}; {needed}"
                     else:
@@ -274,17 +384,20 @@ class Fleet:
                         await self._learn(status)
                         status.generation += 1
                         self._change(status, State.READY)
-                    elif not self._started.is_set():
+                    elif not status.stays:
                         raise EngineFailedError(f"engine {plan.name} at {plan.url}: {status.problem}")
                     else:
                         self._change(status, State.WAITING)
                         await asyncio.sleep(_RECHECK_S)
-            elif status.state is State.READY and (
+            elif status.state in _IN_SERVICE and (
                 word is probe.Health.DEAD
                 or time.monotonic() - last_word > (3 * _POLL_S if word is probe.Health.REFUSED else _SILENCE_S)
             ):
                 status.problem = "says that it has died" if word is probe.Health.DEAD else "does not answer"
                 self._change(status, State.WAITING)
+            elif status.state is State.WAITING and status.problem is None:
+                status.problem = _ABSENT[word]
+                self._listener(status)  # nothing has happened, it is only known now what is waited for
             await asyncio.sleep(_POLL_S)
 
     async def _learn(self, status: EngineStatus) -> None:
@@ -311,10 +424,15 @@ class Fleet:
         return status.is_known
 
     def _change(self, status: EngineStatus, state: State) -> None:
+        if state is State.READY and status.parts:  # it has just come up, too late
+            state = State.LEAVING
         status.state = state
         if state is State.READY:
             status.problem = None
-        if all(one.state is State.READY for one in self.engines.values()):
+        elif status.problem is not None and state in (State.FAILED, State.WAITING):
+            status.last_problem = status.problem
+            status.last_problem_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        if all(self.engines[name].state is State.READY for name in self._awaited if name in self.engines):
             self._all_ready.set()
         self._listener(status)
 
@@ -333,8 +451,4 @@ async def _until_bereft(process: GuardedProcess) -> str:
 
 
 def _ended(process: GuardedProcess) -> str | None:
-    if process.status is None:
-        return None
-    if process.status > 128:
-        return f"was ended by signal {process.status - 128}"
-    return f"ended with exit status {process.status}"
+    return None if process.status is None else how_it_ended(process.status)

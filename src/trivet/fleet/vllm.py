@@ -16,7 +16,8 @@ Spawned workers import this module again as their main module, so what stands at
   ``TRIVET_NIXL_PROGRESS_THREAD=0`` there is none; transfers advance when vLLM polls for them, as it does in each
   step while any is pending.
 
-Without those variables, which only CPU engines are given, it is the ``vllm`` command and nothing else.
+Without those variables, which only CPU engines are given, it is the ``vllm`` command and nothing else, but
+that it makes the folder for the sockets of KV events (``--kv-events-config``), which ZeroMQ does not.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from __future__ import annotations
 import importlib.metadata as metadata
 import importlib.util
 import os
+import sys
 import time
 from collections.abc import Iterable
+
+from trivet.errors import TrivetError
 
 _LOOK_EVERY_S = 0.0002
 
@@ -83,6 +87,13 @@ if os.environ.get("TRIVET_NIXL_PROGRESS_THREAD") == "0" and importlib.util.find_
 
 def main() -> None:
     """Runs vLLM's command line with this process's arguments."""
+    if "--kv-events-config" in sys.argv[:-1]:
+        from trivet.topology.kv_events import make_folders
+
+        try:
+            make_folders(sys.argv[sys.argv.index("--kv-events-config") + 1])
+        except TrivetError as error:
+            sys.exit(f"{error}")
     from vllm.entrypoints.cli.main import main as vllm_main
 
     vllm_main()

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import logging
 import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
@@ -42,8 +43,13 @@ from trivet.surface.http import (
     header_value,
 )
 from trivet.surface.inbox import BodyTooLargeError, Inbox
-from trivet.surface.sse import data_of, event_of
+from trivet.surface.sse import data_of, with_data
 from trivet.surface.steering import RANK_HEADER, refusal_of
+from trivet.surface.stored import refusal_of_stored
+from trivet.surface.streams import MESSAGES, RESPONSES, failure
+from trivet.surface.usage import put_cached, usage_in
+
+logger = logging.getLogger(__name__)
 
 _SECONDS = re.compile(r"\d{1,9}(\.\d{1,9})?", re.ASCII)
 CLIENT_LEFT = 499
@@ -53,6 +59,9 @@ _LISTED = 100
 SERVED_HEADER = b"x-trivet-served"
 RETRY_AFTER_S = b"1"
 """An engine that ended is started again, and a queue moves on, within seconds."""
+
+_OPENING = (b"event: response.created\n", b"event: response.in_progress\n")
+"""Events of ``/v1/responses`` that tell of nothing that was generated."""
 
 GENERATING = (
     "/v1/chat/completions",
@@ -74,9 +83,12 @@ _NOT_FOR_CLIENTS = frozenset(
         "/is_scaling_elastic_ep",
         "/kv_event_sources",
         "/scale_elastic_ep",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
     }
 )
-"""Endpoints of vLLM's front end by which one client could end another's requests, or that mean nothing here."""
+"""Endpoints of vLLM's front end by which one client could end another's requests, or that mean nothing here: an adapter
+would be known to one worker, and to no engine."""
 
 _GUARDED_BY_VLLM = ("/v1", "/v2", "/inference", "/cohere")
 
@@ -91,6 +103,8 @@ class Rules:
     """See ``surface.steering``."""
     tells_served: bool = True
     """Whether answers say in ``X-Trivet-Served`` how they were made, and by which engines."""
+    keeps_responses: bool = True
+    """Whether what needs a stored response goes to the application; see ``surface.stored``."""
 
 
 class GatewayApp:
@@ -158,7 +172,7 @@ class GatewayApp:
         is_guarded = bool(self._guarded) and path.startswith(self._guarded)
         if (method == "POST" or not self._guarded) and not is_guarded and not self._authorized(scope):
             # vLLM guards its API by prefix and leaves, among others, /invocations and /tokenize open
-            await answer_error(send, 401, "an API key is needed: Authorization: Bearer KEY")
+            await answer_error(send, 401, "an API key is needed: Authorization: Bearer KEY", path=path)
             return
         if is_guarded and method != "OPTIONS" and not self._authorized(scope):
             # as vLLM says it, before a body is read or a place in the queue taken
@@ -166,26 +180,38 @@ class GatewayApp:
             return
         if path in _NOT_FOR_CLIENTS:
             await answer_json(send, 404, {"detail": "Not Found"})  # as where vLLM has them switched off
+        elif not self._rules.keeps_responses and (refusal := refusal_of_stored(method, path, None)) is not None:
+            await answer_error(send, 501, refusal)
         elif method == "POST" and path in GENERATING:
             await self._generate(scope, receive, send)
-        elif method == "POST":
-            await self._pass_on(scope, receive, send)
         else:
-            await self._frontend(scope, receive, send)
+            await self._pass_on(scope, receive, send)
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         inbox = Inbox(receive)
         try:
-            if await inbox.body(self._rules.body_bytes) is not None:
+            if await self._body(scope, inbox) is not None:
                 await self._frontend(scope, inbox, send)
         except BodyTooLargeError:
-            await self._too_large(send)
+            await self._too_large(scope, send)
         finally:
             await inbox.close()
 
-    async def _too_large(self, send: Send) -> None:
+    async def _body(self, scope: Scope, inbox: Inbox) -> bytes | None:
+        """See ``Inbox.body``; one that says how long it is need not come to be refused.
+
+        Raises:
+            BodyTooLargeError: it is longer than the topology allows.
+        """
+        said = header(scope, b"content-length")
+        if said is not None and said.isdecimal() and int(said) > self._rules.body_bytes:
+            raise BodyTooLargeError
+        return await inbox.body(self._rules.body_bytes)
+
+    async def _too_large(self, scope: Scope, send: Send) -> None:
         limit_mib = self._rules.body_bytes // 2**20
-        await answer_error(send, 413, f"the body is larger than {limit_mib} MiB (gateway.limits.body_mib)")
+        message = f"the body is larger than {limit_mib} MiB (gateway.limits.body_mib)"
+        await answer_error(send, 413, message, path=scope["path"])
 
     def gauges(self) -> Gauges:
         """What is under way now, in all workers."""
@@ -246,7 +272,7 @@ class GatewayApp:
         status = self._fleet()
         loads = await asyncio.gather(
             *(
-                probe.metrics(self._legs.session, one["url"]) if one["ready"] else _nothing()
+                probe.metrics(self._legs.session, one["url"]) if one["ready"] or one.get("leaving") else _nothing()
                 for one in status["engines"]
             )
         )
@@ -282,7 +308,7 @@ class GatewayApp:
         answered = _Answered(send, record, self._count, inbox, tells_served=self._rules.tells_served)
         record.decided = answered.begin
         try:
-            body = await inbox.body(self._rules.body_bytes)
+            body = await self._body(scope, inbox)
             if body is None:
                 return
             parsed = _parsed(body)
@@ -313,13 +339,14 @@ class GatewayApp:
                 finally:
                     current_request.reset(token)
         except BodyTooLargeError:
-            await self._too_large(answered)
+            await self._too_large(scope, answered)
         except ServingError as error:
-            await answer_error(answered, error.status, error.message)
-        except Exception:
+            await answer_error(answered, error.status, error.message, path=record.path)
+        except Exception as error:
             if record.status is None:
                 self._count(record, 500)  # which the server answers then
-            raise
+            if not await answered.fail(error):
+                raise
         finally:
             record.decided = None  # the journal keeps the record, and is not to keep the connection
             if record.status is None:
@@ -336,6 +363,9 @@ class GatewayApp:
         names = {name.decode("latin-1") for name, _ in scope["headers"]}
         if (refusal := refusal_of(body, names, self._rules.allow)) is not None:
             raise ServingError(refusal, status=400)
+        stored = None if self._rules.keeps_responses else refusal_of_stored(scope["method"], scope["path"], body)
+        if stored is not None:
+            raise ServingError(stored, status=501)
         if (wish := header(scope, b"x-trivet-serve")) is not None:
             if wish.lower() not in ("auto", "colocated", "split"):
                 raise ServingError("X-Trivet-Serve is 'auto', 'colocated' or 'split'", status=400)
@@ -345,7 +375,12 @@ class GatewayApp:
         if (said := header(scope, b"x-trivet-deadline-s")) is not None:
             own = float(said) if _SECONDS.fullmatch(said) else 0.0
             if not own > 0:
-                raise ServingError("X-Trivet-Deadline-S is a number of seconds above 0, such as 2.5", status=400)
+                raise ServingError(
+                    "X-Trivet-Deadline-S is a number of seconds above 0 in digits, such as 30 or 2.5, at most "
+                    "999999999; leave it out for no deadline of your own",
+                    status=400,
+                )
+            record.deadline_is_own = seconds is None or own < seconds
             seconds = own if seconds is None else min(own, seconds)
         if seconds is not None:
             record.deadline_s = record.arrived_s + seconds
@@ -428,18 +463,25 @@ class _Answered:
         self._tells_served = tells_served
         self._head: Message | None = None
         """The head of a stream that waits for its generation's engines to be chosen."""
+        self._opening: list[Message] = []
+        """Events that wait with it."""
         self._beginning = asyncio.Lock()
         self._send = send
         self._inbox = inbox
         self._record = record
         self._count = count
         self._corrects = False
-        self._begun = False
-        """The head is sent."""
+        self._begun = self._ended = False
+        """The head is sent; and the last message."""
+        self._reads = record.path in (MESSAGES, RESPONSES)
+        """What goes through is looked at."""
+        self._last = b""
+        """What was sent last, where that is so."""
 
     def __call__(self, message: Message) -> Awaitable[None]:
         """Sends one ASGI message."""
-        if self._begun and message["type"] == "http.response.body" and not (self._corrects and self._is_told_late):
+        is_read = self._corrects and (self._reads or self._is_told_late)
+        if self._begun and message["type"] == "http.response.body" and not is_read:
             return self._send(message)  # as nearly every token: without a coroutine of our own
         return self._say(message)
 
@@ -468,18 +510,49 @@ class _Answered:
                 self._head = message
                 return
             message = self._with_served(message)
-        elif self._head is not None:
+        body = message.get("body", b"")
+        if self._head is not None:
+            if self._reads and body.startswith(_OPENING) and message.get("more_body", False):
+                self._opening.append(message)  # vLLM writes these before it asks anybody
+                self._last = body
+                return
             await self.begin()
-        if self._corrects and b'"prompt_tokens_details"' in message.get("body", b""):
-            message = {**message, "body": _with_cached_tokens(message["body"], self._record)}
+        if self._corrects and (b'"prompt_tokens_details"' in body or b'"cache_read_input_tokens"' in body):
+            message = {**message, "body": _with_cached_tokens(body, self._record)}
+        elif self._reads and body.startswith(b"event: error\n") and (error := self._record_error()) is not None:
+            # vLLM's own words are its trouble with reading the error that it was told
+            message = {**message, "body": failure(self._record.path, error, 500, None, self._last)}
+        if self._reads and body:
+            self._last = body
         await self._send(message)
         self._begun = self._begun or begins
+        self._ended = not begins and not message.get("more_body", False)
+
+    def _record_error(self) -> str | None:
+        return next((one.error for one in self._record.generations if one.error is not None), None)
+
+    async def fail(self, error: Exception) -> bool:
+        """Ends a stream that broke off inside the application with an error event; False where none can be sent.
+
+        vLLM does so itself, but for ``/v1/responses``: there it only closes the connection.
+        """
+        await self.begin()
+        if not (self._begun and self._corrects) or self._ended:
+            return False
+        if (told := self._record_error()) is None:  # it is none of a leg's, which are logged
+            cause = error.__cause__ or error
+            told = str(cause) or type(cause).__name__
+            logger.error("%s broke off", self._record.path, exc_info=error)
+        await self({"type": "http.response.body", "body": failure(self._record.path, told, 500, None, self._last)})
+        return True
 
     async def begin(self) -> None:
         """Sends a head that has waited, with what is known by now."""
         async with self._beginning:
             if self._head is not None:
                 await self._send(self._with_served(self._head))
+                while self._opening:
+                    await self._send(self._opening.pop(0))
                 self._head = None
                 self._begun = True
 
@@ -500,9 +573,12 @@ def _with_cached_tokens(event: bytes, record: RequestRecord) -> bytes:
         return event
     try:
         value = orjson.loads(data)
-        value["usage"]["prompt_tokens_details"] |= {
-            name: count for name, count in first.cached_late.items() if name in value["usage"]["prompt_tokens_details"]
-        }
-    except (orjson.JSONDecodeError, KeyError, TypeError):
+        usage, late = usage_in(value), first.cached_late
+        if usage is not None and "input_tokens" in usage:
+            put_cached(usage, late["cached_tokens"] or 0, late.get("created_cache_tokens"))
+        else:
+            details = value["usage"]["prompt_tokens_details"]
+            details |= {name: count for name, count in late.items() if name in details}
+    except (AttributeError, orjson.JSONDecodeError, KeyError, TypeError):
         return event  # of another form: an error, or somebody's tokens
-    return event_of(value)
+    return with_data(event, value)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
+import threading
 import time
+from types import TracebackType
 from typing import Any
 
 import orjson
@@ -43,17 +47,49 @@ def write_text() -> None:
     logging.getLogger("trivet").setLevel(logging.INFO)
 
 
-def write_json() -> None:
+class _Log:
+    """A file that lines are appended to whole, each with one write: workers of one gateway share it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def write(self, text: str) -> int:
+        """See ``io.TextIOBase``."""
+        os.write(self._descriptor, text.encode("utf-8", "replace"))
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing waits here."""
+
+
+def write_json(descriptor: int | None = None) -> None:
     """The same as JSON, with a line for each request in place of one for each generation.
 
-    Call it again when libraries were loaded that set up their logging themselves, as vLLM does.
+    A fault that nobody catches is one line, too. Call it again when libraries were loaded that set up their logging
+    themselves, as vLLM does.
+
+    Args:
+        descriptor: of the log, appended to; where handlers write already unless given.
     """
     formatter = JsonFormatter()
     for name in ("", *_OTHERS):
         for handler in logging.getLogger(name).handlers:
             handler.setFormatter(formatter)
+            if descriptor is not None and type(handler) is logging.StreamHandler:
+                handler.setStream(_Log(descriptor))
     logging.captureWarnings(True)
+    sys.excepthook = _uncaught
+    threading.excepthook = _uncaught_in_thread
     logging.getLogger("trivet.legs.generation").setLevel(logging.WARNING)
+
+
+def _uncaught(kind: type[BaseException], fault: BaseException, trace: TracebackType | None) -> None:
+    logging.getLogger("trivet").critical("%s: %s", kind.__name__, fault, exc_info=(kind, fault, trace))
+
+
+def _uncaught_in_thread(told: threading.ExceptHookArgs) -> None:
+    if told.exc_value is not None and not isinstance(told.exc_value, SystemExit):
+        _uncaught(told.exc_type, told.exc_value, told.exc_traceback)
 
 
 def tell_request(record: RequestRecord) -> None:
@@ -72,4 +108,4 @@ def facts_of(record: RequestRecord) -> dict[str, Any]:
         del one["reason"]
         if one["error"] is not None:
             one["error"] = "refused" if generation.refused else one["error"][:_LONGEST_ERROR]
-    return {**facts, "served": record.served}
+    return facts

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
@@ -13,12 +14,34 @@ from prometheus_client.registry import Collector
 
 from trivet.journal import GAP_BOUNDS_S, GenerationRecord, RequestRecord
 from trivet.routing.engines import Engines
+from trivet.routing.held import Held
 
 _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 _WAIT_SECONDS = (0.0005, *_SECONDS)
 """Most requests do not wait at all."""
 _LEG_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
 """Decode legs are as long as their answers."""
+
+
+_LAST_LOOK_S = 300.0
+"""How long the series of an engine that is gone are still shown: longer than anybody's scrape interval."""
+_OF_ENGINES = ("engine", "prefill", "decode")
+"""Labels whose values are engines."""
+
+
+class _WithoutEngines(Collector):
+    """What another collector has, without the series of some engines; their numbers would stand still for ever."""
+
+    def __init__(self, inner: Collector, names: Collection[str]) -> None:
+        self._inner = inner
+        self._names = names
+
+    def collect(self) -> Iterable[Metric]:
+        for family in self._inner.collect():
+            family.samples = [
+                one for one in family.samples if not any(one.labels.get(label) in self._names for label in _OF_ENGINES)
+            ]
+            yield family
 
 
 class _OfAllWorkers(Collector):
@@ -32,9 +55,10 @@ class _OfAllWorkers(Collector):
 class _Now(Collector):
     """What is under way: read from the board, so that a worker that died leaves no load behind."""
 
-    def __init__(self, engines: Engines, gauges: Gauges) -> None:
+    def __init__(self, engines: Engines, gauges: Gauges, held: Held | None) -> None:
         self._engines = engines
         self._gauges = gauges
+        self._held = held
 
     def collect(self) -> Iterable[Metric]:
         for name, text, value in (
@@ -61,6 +85,13 @@ class _Now(Collector):
             outstanding.add_metric([view.name, view.tier], self._engines.outstanding_tokens(view.name))
         yield ready
         yield outstanding
+        if self._held is not None:
+            live = GaugeMetricFamily(
+                "trivet_kv_events_live", "1 if the engine's KV events arrive, so that its cache is known", labels=labels
+            )
+            for view in self._engines.all():
+                live.add_metric([view.name, view.tier], self._held.is_live(view))
+            yield live
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +108,14 @@ class Gauges:
 class GatewayMetrics:
     """The counters of one worker. With several workers ``text`` sums them (prometheus-client's multiprocess mode)."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: Held | None = None) -> None:
+        """
+        Args:
+            held: what engines tell of their caches, where they do.
+        """
+        self._held = held
+        self.gone: Mapping[str, float] = {}
+        """Engines that have left for good, and when, on the monotonic clock."""
         self.registry = registry = CollectorRegistry()
         self.requests = Counter("trivet_requests", "HTTP requests answered", ["path", "status"], registry=registry)
         self.generations = Counter("trivet_generations", "Generations ended", ["served", "outcome"], registry=registry)
@@ -126,6 +164,12 @@ class GatewayMetrics:
             ["decision", "reason"],
             registry=registry,
         )
+        self.cache_known = Counter(
+            "trivet_cache_known",
+            "Generations by how it was known what the engine that computes the prompt had cached",
+            ["by"],
+            registry=registry,
+        )
         self.attempts = Counter(
             "trivet_attempts", "Times that generations were given to engines, with retries", registry=registry
         )
@@ -144,11 +188,13 @@ class GatewayMetrics:
     def ended(self, record: GenerationRecord, owner: RequestRecord | None) -> None:
         """Counts a generation that ended."""
         served = "split" if record.split else "colocated"
-        outcome = "refused" if record.refused else "error" if record.error else record.finish_reason or "none"
+        outcome = _outcome(record)
         self.generations.labels(served, outcome).inc()
         self.recomputed.inc(record.intended_split and not record.split)
         if record.split_reason:
             self.decisions.labels("split" if record.intended_split else "colocated", record.split_reason).inc()
+        if record.cache_known_by:
+            self.cache_known.labels(record.cache_known_by).inc()
         self.attempts.inc(record.attempts)
         self.retries.inc(max(0, record.attempts - 1))
         self.resumes.inc(record.resumes)
@@ -173,9 +219,20 @@ class GatewayMetrics:
     def text(self, engines: Engines, gauges: Gauges) -> bytes:
         """The exposition text; its counters are of all workers where there are several."""
         shown = CollectorRegistry()
-        shown.register(_OfAllWorkers() if "PROMETHEUS_MULTIPROC_DIR" in os.environ else self.registry)
-        shown.register(_Now(engines, gauges))
+        counted = _OfAllWorkers() if "PROMETHEUS_MULTIPROC_DIR" in os.environ else self.registry
+        latest_s = time.monotonic() - _LAST_LOOK_S
+        shown.register(_WithoutEngines(counted, {name for name, at_s in self.gone.items() if at_s < latest_s}))
+        shown.register(_Now(engines, gauges, self._held))
         return generate_latest(shown)
+
+
+def _outcome(record: GenerationRecord) -> str:
+    """How a generation ended, by whose doing: the client's mistake or impatience, a fault, or the model's word."""
+    if record.refused:
+        return "refused"
+    if record.late:
+        return "deadline"
+    return "error" if record.error else record.finish_reason or "none"
 
 
 def _add(histogram: Histogram, labels: tuple[str, ...], counts: Sequence[int] | None, sum_s: float) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -11,27 +13,37 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import orjson
 from prometheus_client.multiprocess import mark_process_dead
 
-from trivet.errors import EngineFailedError, PortInUseError, TrivetError
-from trivet.fleet.process import tail
-from trivet.fleet.supervisor import EngineStatus, Fleet
+from trivet.errors import EngineFailedError, PortInUseError, TopologyError, TrivetError
+from trivet.fleet.process import how_it_ended, tail
+from trivet.fleet.supervisor import EngineStatus, Fleet, State
+from trivet.gateway.reload import Reload, ReloadFailedError, Steps
 from trivet.gateway.shared import Shared
+from trivet.gateway.strays import keep
+from trivet.gateway.tls import tls_files
 from trivet.gateway.worker import WorkerConfig
+from trivet.routing.board import BoardError
+from trivet.routing.held import HELD_BYTES, HELD_REGION
 from trivet.routing.prefixes import REGION, TABLE_BYTES
 from trivet.routing.slots import Slots
+from trivet.surface.cors import CorsRules
+from trivet.topology.change import check_same_service, compare
 from trivet.topology.model import flag_names
 from trivet.topology.plan import MOST_ENGINES, Plan
 
 _BACKOFF_S = 1.0
+_DRAIN_POLL_S = 0.05
+_HOSTS = "gateway.host: 127.0.0.1 for this machine only, 0.0.0.0 for others too, or an address of this machine"
 _KEPT_RUNS = 10
-_REGIONS: Mapping[str, int] = {REGION: TABLE_BYTES}
+_LAST_WORDS_S = 1.0
+_REGIONS: Mapping[str, int] = {REGION: TABLE_BYTES, HELD_REGION: HELD_BYTES}
 """Memory that workers share besides what they count: names, and sizes in bytes. See ``Board.region``."""
 
 
@@ -79,10 +91,47 @@ def _is_running(pid: str) -> bool:
 
 def last_url() -> str | None:
     """The address of the service that was started last and still runs, for commands that are given none."""
+    last = _last()
+    return str(last["url"]) if last is not None else None
+
+
+def last_certificate() -> Path | None:
+    """The certificate that this service shows; None if it serves HTTP, or if there is none."""
+    last = _last() or {}
+    return Path(last["certificate"]) if "certificate" in last else None
+
+
+@dataclass(frozen=True, slots=True)
+class LastService:
+    """The service that was started last."""
+
+    pid: int
+    url: str
+    run_dir: Path
+
+    def reload(self) -> Reload | None:
+        """Its newest reload, number 0 if there was none; None if it cannot be reloaded, or not yet."""
+        try:
+            return Reload(**json.loads((self.run_dir / RELOAD_FILE).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+
+
+def last_service() -> LastService | None:
+    """The service that was started last and still runs."""
+    last = _last()
+    return None if last is None else LastService(int(last["pid"]), str(last["url"]), Path(last.get("run_dir", "")))
+
+
+RELOAD_FILE = "reload.json"
+"""Of a run's folder: the newest reload, as ``Reload`` has it."""
+
+
+def _last() -> Mapping[str, Any] | None:
     try:
-        value = json.loads((state_dir() / "last.json").read_text(encoding="utf-8"))
-        return str(value["url"]) if _is_running(str(value["pid"])) else None
-    except (OSError, ValueError, KeyError):
+        value: dict[str, Any] = json.loads((state_dir() / "last.json").read_text(encoding="utf-8"))
+        return value if value["url"] and _is_running(str(value["pid"])) else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
@@ -98,6 +147,7 @@ class Service:
         self.plan = plan
         self.run_dir = run_dir
         self._observe = observe
+        self._tls = tls_files(plan.topology)
         self._fleet = Fleet(plan, run_dir, self._engine_changed)
         self._socket = _bind(plan.topology.gateway.host, plan.topology.gateway.port)
         self._address: tuple[str, int] = self._socket.getsockname()[:2]
@@ -107,6 +157,11 @@ class Service:
         self._slots = Slots(self._shared.board)
         self._told: dict[str, tuple[int, str]] = {}
         """The generation and state of each engine that was observed last."""
+        self._news = 0
+        """Number of the newest news."""
+        self._gone: dict[str, float] = {}
+        """Engines that have left for good, and when: on the monotonic clock, which all processes here share."""
+        self._reload: Reload | None = None
 
     @property
     def fleet(self) -> Fleet:
@@ -124,7 +179,8 @@ class Service:
         host, port = self._address
         if host in ("0.0.0.0", "::"):
             host = "127.0.0.1"
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "http" if self._tls is None else "https"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     @property
     def gateway_log(self) -> Path:
@@ -175,6 +231,8 @@ class Service:
             await worker.start()
         # it answers now, though engines may still be starting: that is when ``trivet status`` is wanted most
         record = {"pid": os.getpid(), "url": self.url, "run_dir": str(self.run_dir)}
+        if self._tls is not None:
+            record["certificate"] = self._tls.certificate
         state_dir().mkdir(parents=True, exist_ok=True)  # not there yet if the run's folder lies elsewhere
         (state_dir() / "last.json").write_text(json.dumps(record), encoding="utf-8")
 
@@ -185,12 +243,91 @@ class Service:
         await self._fleet.stop()
         self._shared.close()
 
+    async def reload(self, replan: Callable[[Plan], Plan], superseded: asyncio.Event | None = None) -> Reload:
+        """Has the engines be those of a new plan; see ``gateway.reload``. One at a time.
+
+        Args:
+            replan: makes the new plan of the one that runs now. What it raises refuses the reload.
+            superseded: set when there is something newer to do; new engines that still start are given up then.
+
+        Returns:
+            How it went, which is also told to ``observe`` and to the gateway's workers.
+        """
+        number = 1 if self._reload is None else self._reload.number + 1
+        running = tuple(status.plan for status in self._fleet.engines.values())
+        try:
+            wanted = replan(dataclasses.replace(self.plan, engines=running))
+            check_same_service(self.plan, wanted)
+            self._check_obstacle(wanted)
+            change = compare(running, wanted.engines)
+            self._check_slots([one.name for one in (*running, *wanted.engines)])
+        except TrivetError as error:
+            return self.note(Reload(number, "refused", str(error)))
+        if not change:
+            return self.note(Reload(number, "done", str(change)))
+        self.note(Reload(number, "running", str(change)))
+        try:
+            await Steps(self._fleet, self._drained, superseded).carry_out(change)
+        except ReloadFailedError as error:
+            return self.note(Reload(number, "failed", str(error)))
+        except Exception as error:  # a fault of Trivet's own: the service goes on with the engines that there are
+            return self.note(Reload(number, "failed", f"{type(error).__name__}: {error}; see trivet status"))
+        return self.note(Reload(number, "done", str(change)))
+
+    def note(self, reload: Reload) -> Reload:
+        """Tells of a reload: to who observes, to the workers, and in the run's folder."""
+        self._reload = reload
+        if reload.number:
+            self._observe(Event("reload", reload.state, reload.told))
+            self._publish()
+        fresh = self.run_dir / f"{RELOAD_FILE}.new"
+        with contextlib.suppress(OSError):  # a full disk is no reason not to serve
+            fresh.write_text(json.dumps(reload.facts()), encoding="utf-8")
+            fresh.replace(self.run_dir / RELOAD_FILE)
+        return reload
+
+    def _check_obstacle(self, wanted: Plan) -> None:
+        was, now = _obstacle(self.plan), _obstacle(wanted)
+        if was != now:
+            raise TopologyError(
+                f"whether answers may be continued on another engine cannot change while the service runs "
+                f"({now or was})",
+                mend="say gateway.continue_answers and start the service anew",
+            )
+
+    def _check_slots(self, names: list[str]) -> None:
+        try:
+            self._slots.assign(names)
+        except BoardError as error:
+            raise TopologyError(f"{error}", mend="wait until engines that left have ended, or remove some") from None
+
+    async def _drained(self, name: str) -> None:
+        """Returns when nothing runs any more on an engine that leaves, or after ``gateway.drain_s``."""
+        board, drain_s = self._shared.board, self.plan.topology.gateway.drain_s
+        news, slot, deadline_s = self._news, self._slots.assign(self._fleet.engines)[name], time.monotonic() + drain_s
+        status = self._fleet.engines[name]
+        # before every worker has heard it, one may have something begin there
+        while status.state is State.LEAVING and not (board.all_heard(news) and board.is_idle(slot)):
+            if time.monotonic() >= deadline_s:
+                legs = board.running_legs(slot)
+                self._observe(Event(name, "leaving", f"stopped after {drain_s:g} s, with {legs} leg(s) on it"))
+                return
+            await asyncio.sleep(_DRAIN_POLL_S)
+
     def _engine_changed(self, status: EngineStatus) -> None:
         name, told = status.plan.name, (status.generation, str(status.state))
+        if name not in self._fleet.engines:
+            self._gone[name] = time.monotonic()
+            self._told.pop(name, None)
+            self._publish()
+            return
+        self._gone.pop(name, None)
         if status.state != "ready" or self._told.get(name) != told:  # else gateways alone learn something new
             detail = status.problem or ""
             if status.state == "ready":
                 detail = f"after {time.monotonic() - status.started_s:.0f} s"
+            elif status.state == "waiting":
+                detail = _waited_for(status)
             self._observe(Event(name, str(status.state), detail))
         self._told[name] = told
         self._publish()
@@ -198,9 +335,13 @@ class Service:
     def _state_line(self) -> bytes:
         slots = self._slots.assign(self._fleet.engines)
         engines = [{**status.facts(), "slot": slots[name]} for name, status in self._fleet.engines.items()]
-        return orjson.dumps({"engines": engines}) + b"\n"
+        news: dict[str, Any] = {"engines": engines, "number": self._news, "gone": self._gone}
+        if self._reload is not None and self._reload.number:
+            news["reload"] = self._reload.facts()
+        return orjson.dumps(news) + b"\n"
 
     def _publish(self) -> None:
+        self._news += 1
         line = self._state_line()
         for worker in self._workers:
             worker.tell(line)
@@ -231,6 +372,8 @@ class _Worker:
         self._observe = observe
         self._process: asyncio.subprocess.Process | None = None
         self._tending: asyncio.Task[None] | None = None
+        self._hearing: asyncio.Task[None] | None = None
+        """Reads what the process writes past its loggers, where its log is JSON."""
 
     async def start(self) -> None:
         """Returns when the worker listens.
@@ -238,7 +381,7 @@ class _Worker:
         Raises:
             TrivetError: it cannot; in its own words if it had any.
         """
-        self._observe(Event(self._name, "starting"))
+        self._observe(Event(self._name, "starting", _read_at_start(self._plan)))
         started_s = time.monotonic()
         await self._spawn()
         self._observe(Event(self._name, "ready", f"after {time.monotonic() - started_s:.0f} s"))
@@ -249,9 +392,11 @@ class _Worker:
         if self._tending is not None:
             self._tending.cancel()
             await asyncio.gather(self._tending, return_exceptions=True)
-        process = self._process
-        if process is None or process.returncode is not None:
-            return
+        if self._process is not None and self._process.returncode is None:
+            await self._end(self._process)
+        await self._heard_out()
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
         try:
@@ -273,11 +418,12 @@ class _Worker:
         while True:
             assert self._process is not None
             status = await self._process.wait()
+            await self._heard_out()
             if self._shared is not None:
                 self._shared.died(self._number)
             if self._metrics_dir is not None:
                 mark_process_dead(self._process.pid, str(self._metrics_dir))  # type: ignore[no-untyped-call]
-            self._observe(Event(self._name, "failed", f"ended with status {status}; its log is {self._log}"))
+            self._observe(Event(self._name, "failed", f"{how_it_ended(status)}; its log is {self._log}"))
             await asyncio.sleep(_BACKOFF_S)
             try:
                 await self._spawn()
@@ -286,6 +432,7 @@ class _Worker:
                 self._observe(Event(self._name, "failed", str(error)))
 
     async def _spawn(self) -> None:
+        tls = tls_files(self._plan.topology)
         gateway = self._plan.topology.gateway
         report_in, report_out = os.pipe()
         env = dict(os.environ)
@@ -295,8 +442,10 @@ class _Worker:
             env["HF_HUB_OFFLINE"] = "1"
         env.setdefault("VLLM_NO_USAGE_STATS", "1")
         env |= self._plan.topology.tiers.render.env
+        shared = self._shared.descriptors if self._shared else ()
         try:
-            with self._log.open("ab") as output:
+            with self._log.open("ab", buffering=0) as log, self._output(log) as output:
+                log_fd = log.fileno() if output is not log else None
                 self._process = process = await asyncio.create_subprocess_exec(
                     sys.executable,
                     "-m",
@@ -304,7 +453,7 @@ class _Worker:
                     stdin=asyncio.subprocess.PIPE,
                     stdout=output,
                     stderr=asyncio.subprocess.STDOUT,
-                    pass_fds=(self._listener.fileno(), report_out, *(self._shared.descriptors if self._shared else ())),
+                    pass_fds=(self._listener.fileno(), report_out, *shared, *(() if log_fd is None else (log_fd,))),
                     env=env,
                     start_new_session=True,
                 )
@@ -325,9 +474,13 @@ class _Worker:
             obstacle=_obstacle(self._plan),
             allow=tuple(gateway.allow),
             split=gateway.split,
+            events_of=self._plan.served_names[0] if self._plan.topology.kv_events else None,
             tell_served=gateway.tell_served,
             otlp=gateway.otlp,
             log_format=gateway.log_format,
+            tls=tls,
+            cors=CorsRules(**gateway.cors.model_dump()),
+            log_fd=log_fd,
             shared=self._shared.config(self._number) if self._shared else None,
         )
         assert process.stdin is not None
@@ -336,11 +489,29 @@ class _Worker:
         if word.get("ready"):
             return
         await process.wait()
+        await self._heard_out()
         raise EngineFailedError(
-            str(word.get("failed") or f"the gateway worker ended with status {process.returncode}"),
-            mend=word.get("mend") or f"its log is {self._log}",
-            detail=None if word.get("mend") else tail(self._log),
+            str(word.get("failed") or f"the gateway worker {how_it_ended(process.returncode or 0)}"),
+            mend=f"{word['mend']}; its log is {self._log}" if word.get("mend") else f"its log is {self._log}",
+            detail=None if word.get("failed") else tail(self._log),  # its own words say more than where they came from
         )
+
+    @contextlib.contextmanager
+    def _output(self, log: BinaryIO) -> Iterator[BinaryIO]:
+        """What a worker is given as its standard output: its log, or a pipe whose lines are made JSON for it."""
+        if self._plan.topology.gateway.log_format != "json":
+            yield log
+            return
+        reading, writing = os.pipe()
+        self._hearing = asyncio.create_task(keep(reading, self._log), name=f"output of {self._name}")
+        with os.fdopen(writing, "wb", 0) as output:
+            yield output
+
+    async def _heard_out(self) -> None:
+        """Waits until all that a worker said is in its log; what it started may hold the pipe open for longer."""
+        if self._hearing is not None:
+            await asyncio.wait([self._hearing], timeout=_LAST_WORDS_S)
+            self._hearing.cancel()
 
 
 _STATEFUL = frozenset({"logits-processors", "watermark-config"})
@@ -357,6 +528,20 @@ def _obstacle(plan: Plan) -> str | None:
             if name.partition(".")[0] in _STATEFUL:
                 return f"engines have --{name}, which may count the answer's tokens"
     return None
+
+
+def _read_at_start(plan: Plan) -> str:
+    """What a worker's start may take long for, in words for a person."""
+    if plan.topology.gateway.plane == "text" or Path(plan.model).is_dir():
+        return ""
+    return f"reads config and tokenizer of {plan.model}, from the hub where they are not cached"
+
+
+def _waited_for(status: EngineStatus) -> str:
+    """Where an engine that is started elsewhere is looked for, and what keeps it from being used."""
+    plan = status.plan
+    told = f"for {plan.url}" + (f": {status.problem}" if status.problem else "")
+    return told + (f"; trivet engine {plan.name} FILE starts it there" if plan.started_by == "another host" else "")
 
 
 async def _read_line(descriptor: int) -> Mapping[str, Any]:
@@ -378,16 +563,18 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     except OSError as error:
-        raise PortInUseError(f"gateway.host: {host}: {error.strerror or error}", mend="give an address here") from None
+        raise PortInUseError(f"gateway.host: {host}: {error.strerror or error}", mend=_HOSTS) from None
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
+        another = "--port N, or gateway.port in the topology (0: a free one)"
+        mends = {errno.EADDRNOTAVAIL: _HOSTS, errno.EACCES: f"ports below 1024 are root's; give another: {another}"}
         raise PortInUseError(
             f"the gateway cannot listen on {host}:{port}: {error.strerror}",
-            mend="stop what uses it, or give another: --port N, or gateway.port in the topology (0: a free one)",
+            mend=mends.get(error.errno or 0, f"stop what uses it, or give another: {another}"),
         ) from None
     return listener
 

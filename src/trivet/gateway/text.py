@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import sys
+from collections.abc import Iterator, Mapping
 from contextlib import aclosing
 
 import aiohttp
@@ -20,7 +20,7 @@ from trivet.routing.choose import choose
 from trivet.routing.engines import Engines, EngineView
 from trivet.surface.http import Receive, Scope, Send, answer, answer_error, answer_json, for_engines, header
 from trivet.surface.inbox import Inbox
-from trivet.surface.sse import DONE, event_of
+from trivet.surface.streams import failure
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +37,20 @@ _PASSED_ON = frozenset(
         ("POST", "/v1/chat/completions/derender"),
         ("POST", "/v1/completions/render"),
         ("POST", "/v1/completions/derender"),
+        ("POST", "/v1/messages/count_tokens"),
+        ("POST", "/v1/messages/render"),
+        ("POST", "/v1/responses/render"),
+        ("POST", "/cohere/v2/chat/render"),
     }
 )
 """What else goes to an engine, as it is. By name, since engines have endpoints that are not for clients."""
 
+
+_BUSY = (429, 503)
+"""What an engine answers that has not begun: another may have room."""
+
+_Answer = tuple[int, list[tuple[bytes, bytes]], bytes]
+"""Status, headers that go on, content."""
 
 _ANY_SIZE = sys.maxsize
 """The gateway has measured it."""
@@ -101,10 +111,11 @@ class TextApp:
             {**(owner.forwarded if owner is not None else {}), **_content_type(scope)},
             owner.colocate if owner is not None else None,
         )
-        begun = False
+        begun, last = False, b""
         try:
             async with aclosing(self._legs.serve(ask)) as pieces:
                 async for piece in pieces:
+                    last = piece.body
                     if piece.head is not None:
                         headers = [(name.encode(), _raw(value)) for name, value in piece.head.items()]
                         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -112,47 +123,58 @@ class TextApp:
                     await send({"type": "http.response.body", "body": piece.body, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except ServingError as error:
-            await _fail(send, error, begun=begun)
+            await _fail(send, scope["path"], error, begun=begun, last=last)
         except Exception as error:  # whatever went wrong, the client must be told
             logger.exception("request at %s", scope["path"])
-            await _fail(send, ServingError(f"{type(error).__name__}: {error}", status=500), begun=begun)
+            fault = ServingError(f"{type(error).__name__}: {error}", status=500)
+            await _fail(send, scope["path"], fault, begun=begun, last=last)
 
     async def _pass_on(self, scope: Scope, body: bytes, send: Send) -> None:
-        engine = self._any_engine()
-        if engine is None:
-            await answer_error(send, 503, "no engine is ready to serve this request")
-            return
-        url = engine.url + scope["path"]
+        """Asks one engine after the other until one answers: nothing that is asked for here changes any of them."""
+        path = scope["path"]
         if query := scope.get("query_string"):
-            url += "?" + query.decode("latin-1")
+            path += "?" + query.decode("latin-1")
         headers = for_engines(scope)
         for name, value in scope["headers"]:
             if name in (b"accept", b"content-type"):
                 headers[name.decode()] = value.decode("latin-1")
-        if engine.api_key:
-            headers["authorization"] = f"Bearer {engine.api_key}"
-        try:
-            async with self._legs.session.request(
-                scope["method"], url, data=body or None, headers=headers, timeout=_SILENCE, allow_redirects=False
-            ) as answer:
-                kept = [
-                    (name.lower().encode(), _raw(value))
-                    for name, value in answer.headers.items()
-                    if name.lower() in ("content-type", "location", "allow", "retry-after", "www-authenticate")
-                ]
-                await send({"type": "http.response.start", "status": answer.status, "headers": kept})
-                async for piece in answer.content.iter_any():
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            with contextlib.suppress(RuntimeError):  # the answer had begun: its connection is closed by the server
-                await answer_error(send, 502, f"{engine.name}: no answer ({type(error).__name__})")
+        faults, answered = [], None
+        for engine in self._by_turns():
+            own = {**headers, "authorization": f"Bearer {engine.api_key}"} if engine.api_key else headers
+            try:
+                answered = await self._ask(scope["method"], engine.url + path, own, body)
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                faults.append(f"{engine.name}: no answer ({type(error).__name__})")
+                continue
+            if answered[0] not in _BUSY:
+                break
+        if answered is not None:
+            status, kept, content = answered
+            await send({"type": "http.response.start", "status": status, "headers": kept})
+            await send({"type": "http.response.body", "body": content})
+        elif faults:
+            await answer_error(send, 502, "; ".join(faults))
+        else:
+            await answer_error(send, 503, "no engine is ready to serve this request")
 
-    def _any_engine(self) -> EngineView | None:
+    async def _ask(self, method: str, url: str, headers: Mapping[str, str], body: bytes) -> _Answer:
+        async with self._legs.session.request(
+            method, url, data=body or None, headers=headers, timeout=_SILENCE, allow_redirects=False
+        ) as answer:
+            kept = [
+                (name.lower().encode(), _raw(value))
+                for name, value in answer.headers.items()
+                if name.lower() in ("content-type", "location", "allow", "retry-after", "www-authenticate")
+            ]
+            return answer.status, kept, await answer.read()
+
+    def _by_turns(self) -> Iterator[EngineView]:
+        """Engines that are up: the one with the least to do of those that serve whole requests, then all others."""
         route = choose(self._engines, colocate="not split")
         if route is not None:
-            return route.decode
-        return next(iter(self._engines.ready("prefill")), None)
+            yield route.decode
+        for tier in ("mixed", "decode", "prefill"):
+            yield from (one for one in self._engines.ready(tier) if route is None or one.name != route.decode.name)
 
 
 def _raw(value: str) -> bytes:
@@ -166,16 +188,15 @@ def _content_type(scope: Scope) -> dict[str, str]:
     return {} if said is None else {"Content-Type": said}
 
 
-async def _fail(send: Send, error: ServingError, *, begun: bool) -> None:
-    """Answers with an error; in a stream that has begun, as its last event."""
+async def _fail(send: Send, path: str, error: ServingError, *, begun: bool, last: bytes) -> None:
+    """Answers with an error; in a stream that has begun, as its last event, behind ``last``."""
     if not begun and error.content is not None:
         await answer(send, error.status, error.content, b"application/json")
     elif not begun:
-        await answer_error(send, error.status, error.message)
+        await answer_error(send, error.status, error.message, path=path)
     else:
-        own = {"message": error.message, "type": "InternalServerError", "param": None, "code": error.status}
-        event = event_of({"error": dict(error.error or own)})
-        await send({"type": "http.response.body", "body": event + DONE, "more_body": False})
+        event = failure(path, error.message, error.status, error.error, last)
+        await send({"type": "http.response.body", "body": event, "more_body": False})
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from trivet.gateway.shared import Bells, SharedConfig
 from trivet.gateway.siblings import Records
 from trivet.gateway.spans import Tracing, open_tracing
 from trivet.gateway.text import TextApp
+from trivet.gateway.tls import TlsFiles
 from trivet.journal import Journal
 from trivet.legs.ending import end
 from trivet.legs.life import Legs
@@ -45,8 +46,10 @@ from trivet.legs.wire import open_session
 from trivet.routing.board import BEAT_S, Board
 from trivet.routing.choose import Knowledge
 from trivet.routing.engines import Engines, EngineView
+from trivet.routing.held import HELD_REGION, Held
 from trivet.routing.policy import Policy
 from trivet.routing.prefixes import REGION, PrefixTable
+from trivet.surface.cors import Cors, CorsRules
 from trivet.surface.http import ASGIApp
 from trivet.topology.model import Limits, Split
 
@@ -55,6 +58,13 @@ logger = logging.getLogger(__name__)
 _LINE_LIMIT_BYTES = 16 * 2**20
 _YOUNG_OBJECTS = 10_000
 """So many more objects than before are looked through for garbage: a few MiB."""
+
+
+_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
+"""vLLM keeps answers of ``/v1/responses`` in the process that made them, if this is 1."""
+
+_NESTED = ("shared", "tls", "cors")
+"""Fields of ``WorkerConfig`` that are values with fields themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +92,21 @@ class WorkerConfig:
     """Where spans are sent; None leaves it to OpenTelemetry's variables."""
     log_format: str = "text"
     """``text`` or ``json``."""
+    tls: TlsFiles | None = None
+    """Serves HTTPS with these; None serves HTTP."""
+    cors: CorsRules = field(default_factory=CorsRules)
+    log_fd: int | None = None
+    """Where JSON is appended; None for standard error."""
+    events_of: str | None = None
+    """What the model is called where engines tell what their prefix caches hold; None if they do not."""
     shared: SharedConfig | None = None
     """What it shares with its siblings; None where it has none and counts by itself."""
 
     def dump(self) -> bytes:
         """As one line of JSON."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
-        shared = None if self.shared is None else asdict(self.shared)
-        return orjson.dumps(values | {"limits": self.limits.model_dump(), "split": self._split(), "shared": shared})
+        whole = {name: None if (one := getattr(self, name)) is None else asdict(one) for name in _NESTED}
+        return orjson.dumps(values | {"limits": self.limits.model_dump(), "split": self._split()} | whole)
 
     def _split(self) -> dict[str, Any]:
         """Only what is set: with other modes than auto, thresholds mean nothing."""
@@ -105,7 +122,27 @@ class WorkerConfig:
             value[name] = tuple(value[name])
         if (shared := value.get("shared")) is not None:
             value["shared"] = SharedConfig(**{**shared, "bell_fds": tuple(shared["bell_fds"])})
+        value["tls"] = None if value.get("tls") is None else TlsFiles(**value["tls"])
+        value["cors"] = CorsRules(**{name: _tuples(one) for name, one in value["cors"].items()})
         return cls(**value)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _keeps_responses(config: WorkerConfig, board: Board) -> bool:
+    """Whether requests for stored responses are vLLM's to answer: they reach the process that has them, if any has.
+
+    Where several workers would each keep their own, none does: what is kept and cannot be fetched only takes memory.
+    """
+    if config.plane == "text":
+        return False
+    if board.workers == 1 or os.environ.get(_STORE, "0") == "0":
+        return True
+    logger.warning("%s means nothing with gateway.workers above 1: responses are not stored", _STORE)
+    del os.environ[_STORE]
+    return False
 
 
 @contextlib.asynccontextmanager
@@ -120,10 +157,10 @@ async def _open_plane(config: WorkerConfig, engines: Engines, legs: Legs) -> Asy
     if config.api_keys:
         flags += ["--api-key", *config.api_keys]
     if config.log_format == "json":
-        write_json()  # vLLM is loaded now
+        write_json(config.log_fd)  # vLLM is loaded now
     async with open_frontend(flags, legs) as frontend:
         if config.log_format == "json":
-            write_json()
+            write_json(config.log_fd)
         yield frontend.app
 
 
@@ -155,8 +192,31 @@ async def _beating(config: WorkerConfig, board: Board) -> AsyncIterator[Admissio
 def _knowledge(config: WorkerConfig, board: Board) -> Knowledge:
     """What engines are chosen by: the topology's policy, and what all workers know of prefix caches."""
     split = config.split
-    prefixes = PrefixTable(board.region(REGION) if config.shared is not None else None)
-    return Knowledge(Policy(split.mode, split.min_uncached_tokens, split.max_handover_s), prefixes)
+    shared = config.shared is not None
+    prefixes = PrefixTable(board.region(REGION) if shared else None)
+    held = None if config.events_of is None else Held(board.region(HELD_REGION) if shared else None)
+    return Knowledge(Policy(split.mode, split.min_uncached_tokens, split.max_handover_s), prefixes, held=held)
+
+
+@contextlib.asynccontextmanager
+async def _hearing(
+    config: WorkerConfig, knowledge: Knowledge, board: Board
+) -> AsyncIterator[Callable[[Iterable[EngineView]], None]]:
+    """Hears what engines hold in their caches, where they tell it. It is given the fleet's news."""
+    if config.events_of is None or knowledge.held is None:
+        yield lambda _: None
+        return
+    try:
+        from trivet.routing.events import Subscriber
+    except ImportError as error:
+        logger.warning("no KV events, so what engines have cached is guessed: %s (pip install pyzmq msgspec)", error)
+        yield lambda _: None
+        return
+    subscriber = Subscriber(knowledge.held, config.events_of, board.leads)
+    try:
+        yield subscriber.update
+    finally:
+        await asyncio.to_thread(subscriber.close)
 
 
 def _records(config: WorkerConfig, journal: Journal, board: Board) -> Records:
@@ -171,12 +231,13 @@ async def _serve(config: WorkerConfig, news: asyncio.StreamReader) -> None:
         decode_serves_whole=connector is None or connector.decode_serves_whole,
         board=Board.open(config.shared.board_fd, config.shared.worker) if config.shared else None,
     )
-    metrics, journal = GatewayMetrics(), Journal()
+    knowledge = _knowledge(config, engines.board)
+    metrics, journal = GatewayMetrics(knowledge.held), Journal()
     tracing = _tracing(config)
     listeners = [tell_request] if config.log_format == "json" else []
     endings = Endings(metrics, *listeners, *([tracing.end] if tracing is not None else []))
     state: dict[str, Any] = {"engines": []}
-    limits = config.limits
+    limits, keeps_responses = config.limits, _keeps_responses(config, engines.board)
     records = _records(config, journal, engines.board)
     async with open_session() as session:
         legs = Legs(
@@ -186,12 +247,13 @@ async def _serve(config: WorkerConfig, news: asyncio.StreamReader) -> None:
             endings.generation,
             Patience(limits.silence_s),
             config.obstacle,
-            _knowledge(config, engines.board),
+            knowledge,
         )
         async with (
             _open_plane(config, engines, legs) as plane,
             _beating(config, engines.board) as admission,
             records.open_to_siblings(),
+            _hearing(config, knowledge, engines.board) as heard,
         ):
             app = GatewayApp(
                 plane,
@@ -200,7 +262,9 @@ async def _serve(config: WorkerConfig, news: asyncio.StreamReader) -> None:
                 metrics,
                 fleet=lambda: dict(state),
                 api_keys=config.api_keys,
-                rules=Rules(limits.body_mib * 2**20, limits.deadline_s, config.allow, config.tell_served),
+                rules=Rules(
+                    limits.body_mib * 2**20, limits.deadline_s, config.allow, config.tell_served, keeps_responses
+                ),
                 admission=admission,
                 guards_itself=config.plane == "tokens",
                 journal=journal,
@@ -211,12 +275,13 @@ async def _serve(config: WorkerConfig, news: asyncio.StreamReader) -> None:
             )
             server = uvicorn.Server(
                 uvicorn.Config(
-                    app,
+                    Cors(app, config.cors),
                     http="httptools",
                     lifespan="on",
                     access_log=False,
                     log_level="warning",
                     log_config=None if config.log_format == "json" else LOGGING_CONFIG,
+                    **(config.tls.for_uvicorn() if config.tls is not None else {}),
                     server_header=False,
                     timeout_keep_alive=75,
                     timeout_graceful_shutdown=math.ceil(config.drain_s),
@@ -233,6 +298,9 @@ async def _serve(config: WorkerConfig, news: asyncio.StreamReader) -> None:
                     state.clear()
                     state.update(orjson.loads(line))
                     engines.update(EngineView.parse(one) for one in state["engines"])
+                    heard(engines.all())
+                    metrics.gone = state.pop("gone", {})
+                    engines.board.note_heard(state.pop("number", 0))
                     for one in state["engines"]:
                         for name in ("api_key", "slot"):  # not for /trivet/status
                             one.pop(name, None)
@@ -301,7 +369,7 @@ async def _main() -> int:
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(news), sys.stdin)
     config = WorkerConfig.parse(await news.readline())
     if config.log_format == "json":
-        write_json()
+        write_json(config.log_fd)
     try:
         await _serve(config, news)
     except TrivetError as error:

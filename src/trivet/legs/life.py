@@ -22,7 +22,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic
@@ -39,7 +39,7 @@ from trivet.legs.release import Releases, takers
 from trivet.legs.tokens import TokenAsk
 from trivet.legs.watch import Patience, watch
 from trivet.legs.wire import LegError, reading
-from trivet.render.contract import ServingError, TokenChunk, TokenRequest
+from trivet.render.contract import DeadlinePassedError, ServingError, TokenChunk, TokenRequest
 from trivet.routing.board import Count
 from trivet.routing.choose import Knowledge, Route, choose
 from trivet.routing.engines import Engines, EngineView
@@ -92,6 +92,8 @@ class _Run(Generic[Piece]):
     broken_off: list[EngineView] = field(default_factory=list)
     """Engines that may have ended under it."""
     forgave: bool = False
+    kept: dict[str, contextlib.ExitStack] = field(default_factory=dict)
+    """Engines that must not be stopped as idle though no leg runs there: one is about to, or decode must fetch KV."""
 
     @property
     def executed(self) -> int:
@@ -226,6 +228,7 @@ class Legs:
                     yield piece
         except ServingError as error:
             record.error, record.refused = error.message, error.status in _OF_THE_CLIENT
+            record.late = isinstance(error, DeadlinePassedError) and owner is not None and owner.deadline_is_own
             raise
         except Exception as error:
             record.error = f"{type(error).__name__}: {error}"
@@ -281,12 +284,13 @@ class Legs:
             if route is None:
                 break
             self._begin(run, route)
-            if (owner := current_request.get()) is not None and owner.decided is not None:
-                await owner.decided()
             try:
-                async with aclosing(self._attempt(run, route)) as pieces:
-                    async for piece in pieces:
-                        yield piece
+                with self._keeping(run, route):
+                    if (owner := current_request.get()) is not None and owner.decided is not None:
+                        await owner.decided()
+                    async with aclosing(self._attempt(run, route)) as pieces:
+                        async for piece in pieces:
+                            yield piece
                 return
             except LegError as fault:
                 self._learn(run, route, fault)
@@ -331,6 +335,24 @@ class Legs:
             await asyncio.sleep(_NOTICE_POLL_S)
         return True
 
+    @contextlib.contextmanager
+    def _keeping(self, run: _Run[Any], route: Route) -> Iterator[None]:
+        """Has an attempt's engines count as in use until ``_let_go``: who stops one that is idle waits for it."""
+        try:
+            for engine in (route.prefill, route.decode):
+                if engine is not None:
+                    kept = run.kept[engine.name] = contextlib.ExitStack()
+                    kept.enter_context(self._engines.charge(engine, 0))
+            yield
+        finally:
+            for name in list(run.kept):
+                self._let_go(run, name)
+
+    def _let_go(self, run: _Run[Any], name: str) -> None:
+        """The attempt's leg on an engine speaks for itself, or nothing of it is there any more."""
+        if (kept := run.kept.pop(name, None)) is not None:
+            kept.close()
+
     def _begin(self, run: _Run[Any], route: Route) -> None:
         for engine in (route.prefill, route.decode):
             if engine is not None:
@@ -344,6 +366,7 @@ class Legs:
         record.reason = f"{route.reason} ({run.told()})" if run.faults else route.reason
         record.split_reason = Reason.RETRY if run.faults else route.label
         run.cached = route.cached
+        record.cache_known_by = "events" if route.cached.told else "guess"
         if route.prefill is not None:
             self._knows.handovers.asked(route.prefill, route.decode)
         record.decode_engine = route.decode.name
@@ -455,6 +478,8 @@ class Legs:
                 yield prefilled.first
             async with aclosing(decoding.read()) as pieces:
                 async for piece in pieces:
+                    if problem is None and beside.recomputed:  # before it is passed on: its head says how it was made
+                        self._recomputed(run)
                     yield piece
             if problem is None and beside.recomputed:
                 self._recomputed(run)
@@ -492,11 +517,18 @@ class Legs:
         def accepted() -> None:
             held.untaken = not tells
 
+        if self._engines.is_leaving(held.decode):  # since it was chosen, while prefill computed
+            other = choose(self._engines, colocate=None, avoid=frozenset(run.avoid))
+            if other is not None and other.prefill is not None:
+                self._let_go(run, held.decode.name)
+                self._offer(run, held, other.decode)
         while True:
             taken = False
             try:
                 async with aclosing(self._decode(run, held.decode, params, computed, accepted)) as pieces:
                     async for piece in pieces:
+                        if not taken:
+                            self._let_go(run, held.prefill.name)  # its KV has been fetched
                         taken, held.untaken = True, False
                         # an answer that comes whole does not tell when its first token was made
                         if run.record.decode_first_s is None and not run.ask.is_told_at_once(params):
@@ -514,10 +546,14 @@ class Legs:
                     raise
                 run.faults.append(fault)
                 run.avoid.add(fault.engine)
-                held.decode = other.decode  # what is prefilled is not prefilled again
-                self._engines.take_turn(held.decode)
-                run.asked[held.decode.name] = held.decode
-                run.record.decode_engine = held.decode.name
+                self._offer(run, held, other.decode)
+
+    def _offer(self, run: _Run[Any], held: _Held, decode: EngineView) -> None:
+        """KV goes to another decode engine than was chosen: what is prefilled is not prefilled again."""
+        held.decode = decode
+        self._engines.take_turn(decode)
+        run.asked[decode.name] = decode
+        run.record.decode_engine = decode.name
 
     def _stamp(self, record: GenerationRecord, start_s: float, prefilled: Prefilled[Any]) -> None:
         if record.first_token_s is None:
@@ -590,6 +626,7 @@ class Legs:
                     self._engines.charge(engine, run.ask.tokens),
                     watch(self._engines, engine, patience, counting=not waits) as patient,
                 ):
+                    self._let_go(run, engine.name)
                     if isinstance(computed, Beside):
                         computed.when_answered(patient.count)
                     while True:

@@ -143,8 +143,10 @@ class Releases:
 
     async def _release(self, ask: Ask[Any], params: Mapping[str, Any], prompt: Any, legs: Sequence[Leg]) -> None:
         trying: dict[asyncio.Task[None], Leg] = {}
+        kept = contextlib.ExitStack()
         try:
             for leg in legs:
+                kept.enter_context(self._engines.charge(leg.engine, 0))  # one that leaves is not stopped meanwhile
                 trying[asyncio.create_task(ask.release(leg, params, prompt))] = leg
                 if await self._released(ask, trying, _PATIENCE_S):
                     return
@@ -162,6 +164,7 @@ class Releases:
             self.unconfirmed += 1
             logger.exception("releasing KV of %s", ask.request_id)
         finally:
+            kept.close()
             self.pending -= 1
             for task in trying:
                 task.cancel()
@@ -187,4 +190,4 @@ class Releases:
 def takers(engines: Engines, last_resort: EngineView | None) -> list[EngineView]:
     """Engines that can take KV to release it; ``last_resort`` has just failed."""
     name = last_resort.name if last_resort else None
-    return sorted(engines.ready("decode"), key=lambda engine: engine.name == name)
+    return sorted(engines.serving("decode"), key=lambda engine: (engine.leaving, engine.name == name))

@@ -1,9 +1,6 @@
 """The text plane: the client's own request, answered by the engines' OpenAI endpoints, whose bytes are passed through.
 
-The decode leg is the client's body as it came, byte for byte, with the connector's parameters added. The prefill leg
-is the same body, rewritten so that it makes one token and nothing in it could be refused beside that. Rules, and why
-(vLLM 0.30 to 0.32): what shapes the prompt stays (messages, tools, template arguments, ``response_format``, which some
-models are told of in their prompt); what only shapes the answer goes.
+What legs send is in ``text_bodies``, what events and answers say in ``surface.streams``.
 """
 
 from __future__ import annotations
@@ -11,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, MutableMapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +19,7 @@ import orjson
 from trivet.journal import GenerationRecord, now_s
 from trivet.legs.ask import Beside, Computed, Leg, Prefilled
 from trivet.legs.bodies import release_at_prefill
+from trivet.legs.text_bodies import CHAT, COMPLETIONS, prefill_text_body, why_unsplittable, with_field
 from trivet.legs.wire import (
     GENERATE,
     LegError,
@@ -34,28 +32,24 @@ from trivet.legs.wire import (
     transfer_params_of,
 )
 from trivet.routing.prefixes import CHUNK_BYTES, Chain, Prefix
-from trivet.surface.sse import EventSplitter, data_of, event_of
+from trivet.surface.sse import EventSplitter, data_of, with_data
+from trivet.surface.streams import MESSAGES, RESPONSES, said_in
+from trivet.surface.usage import Usage, put_cached, usage_in
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-_ID_PREFIX: Mapping[str, str] = {CHAT: "chatcmpl-{}", COMPLETIONS: "cmpl-{}-0", GENERATE: "generate-tokens-{}"}
-"""How vLLM makes an engine's id of ``X-Request-Id``."""
+_ID_PREFIX: Mapping[str, str] = {
+    CHAT: "chatcmpl-{}",
+    COMPLETIONS: "cmpl-{}-0",
+    GENERATE: "generate-tokens-{}",
+    MESSAGES: "chatcmpl-{}",
+    RESPONSES: "resp_{}_0",
+}
+"""How vLLM makes an engine's id of ``X-Request-Id``; of ``request_id`` at ``/v1/responses``, which takes no header."""
 
 _END_WITH_A_MARK = (CHAT, COMPLETIONS, GENERATE)
-"""Endpoints whose streams end with ``data: [DONE]``; ``/v1/responses`` ends with an event of its own."""
+"""Endpoints whose streams end with ``data: [DONE]``."""
+_END_WITH_AN_EVENT = (RESPONSES, MESSAGES)
+"""Endpoints whose last event says so."""
 
-_ONLY_THE_ANSWER = (
-    "stream_options",
-    "min_tokens",
-    "logprobs",
-    "logprob_token_ids",
-    "top_logprobs",
-    "prompt_logprobs",
-    "prompt_logprob_token_ids",
-    "echo",
-    "best_of",
-    "use_beam_search",
-    "return_token_ids",
-)
 _BEFORE_THE_MESSAGES = (
     "chat_template",
     "chat_template_kwargs",
@@ -77,24 +71,6 @@ _BYTES_A_TOKEN = 4
 """Of English text; only the load of engines is estimated with it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What an answer says of itself."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int | None
-
-    @classmethod
-    def parse(cls, value: Any) -> Usage | None:
-        """From an answer's JSON; None if there is none, or none that can be read."""
-        try:
-            prompt_tokens, completion_tokens = value.get("prompt_tokens"), value.get("completion_tokens")
-            return cls(int(prompt_tokens or 0), int(completion_tokens or 0), cached_tokens_of({"usage": value}))
-        except (AttributeError, TypeError, ValueError, OverflowError):
-            return None
-
-
 @dataclass(slots=True)  # one is made for each token: not frozen, which would make that three times as slow
 class TextPiece:
     """Bytes of an answer; the first ones with its head."""
@@ -106,57 +82,10 @@ class TextPiece:
     """Tokens in it; one an event, as engines stream, unless usage tells."""
     finish_reason: str | None = None
     usage: Usage | None = None
-
-
-def why_unsplittable(path: str, body: object) -> str | None:
-    """Why a request must be served colocated on this plane, or None.
-
-    One prefill leg hands over the KV of one prompt, to be read once.
-    """
-    if path not in (CHAT, COMPLETIONS):
-        return f"{path} is not split on the text plane"
-    if not isinstance(body, Mapping):
-        return "the body is no JSON object"
-    for name in ("n", "best_of"):
-        if body.get(name) not in (None, 1):
-            return f"{name} above 1 on the text plane"
-    if body.get("use_beam_search"):
-        return "beam search"
-    of_the_prompt = body.get("prompt_logprobs") is not None or body.get("prompt_logprob_token_ids") is not None
-    # vLLM makes ``prompt_logprobs`` of an echo in any chat, and of one with log-probabilities in a completion
-    if of_the_prompt or (body.get("echo") and (path == CHAT or body.get("logprobs") is not None)):
-        return "log-probabilities of the prompt on the text plane"
-    if body.get("truncate_prompt_tokens") is not None:
-        return "truncation, which depends on the answer's length, on the text plane"
-    if body.get("prompt_embeds") is not None:
-        return "prompt embeddings"
-    if body.get("kv_transfer_params") is not None:
-        return "the client steers the transfer"
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) != 1 and not all(isinstance(token, int) for token in prompt):
-        return "several prompts on the text plane"
-    return None
-
-
-def prefill_text_body(body: Mapping[str, Any], params: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The body of a prefill leg: the prompt as it is, and one token after it."""
-    rewritten = {name: value for name, value in body.items() if name not in _ONLY_THE_ANSWER}
-    rewritten |= {"stream": False, "n": 1, "max_tokens": 1, "min_tokens": 1}
-    rewritten["kv_transfer_params"] = None if params is None else dict(params)
-    if "max_completion_tokens" in body:  # wins over max_tokens
-        rewritten["max_completion_tokens"] = 1
-    return rewritten
-
-
-def with_field(raw: bytes, name: str, value: object) -> bytes:
-    """A JSON object's text with one more field at its end; all else stays as it is, byte for byte.
-
-    Of a name that is there already, the last one counts (so in Python's parser, which vLLM reads bodies with).
-    """
-    end = raw.rindex(b"}")
-    has_fields = raw[:end].rstrip()[-1:] != b"{"
-    field = orjson.dumps({name: value})[1:-1]
-    return raw[:end] + (b"," if has_fields else b"") + field + raw[end:]
+    opens: bool = False
+    """Written before anything was generated: kept until more has come, so that it binds nobody to this engine."""
+    ends: bool = False
+    """The stream's last event."""
 
 
 class TextAsk:
@@ -223,12 +152,17 @@ class TextAsk:
     @property
     def tokens(self) -> int:
         """See ``Ask``; an estimate."""
-        limit = self._body.get("max_completion_tokens") or self._body.get("max_tokens")
+        names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+        limit = next((self._body[name] for name in names if self._body.get(name)), None)
         return self.prompt_tokens + (limit if isinstance(limit, int) else 0)
 
     def is_told_at_once(self, params: Mapping[str, Any] | None) -> bool:  # noqa: ARG002  (the protocol names it)
         """See ``Ask``."""
         return self._body.get("stream") is not True
+
+    def _named(self, leg: Leg, body: dict[str, Any]) -> dict[str, Any]:
+        """The body with the leg's id where its endpoint takes it from there, so that it can be aborted by it."""
+        return {**body, "request_id": f"resp_{leg.request_id}"} if self._path == RESPONSES and self._body else body
 
     def engine_id(self, leg: Leg) -> str:
         """See ``Ask``."""
@@ -243,10 +177,13 @@ class TextAsk:
         sample: bool,  # noqa: ARG002  (there is nothing to sample for)
     ) -> Prefilled[TextPiece]:
         """See ``Ask``."""
-        body = prefill_text_body(self._body, params)
+        body = self._named(leg, prefill_text_body(self._path, self._body, params))
         answer = await generate(leg.session, leg.engine.name, leg.engine.url, body, leg.headers, self._path)
         with reading(leg.engine.name):
-            return Prefilled(transfer_params_of(answer), cached_tokens_of(answer))
+            if self._path not in _END_WITH_AN_EVENT:
+                return Prefilled(transfer_params_of(answer), cached_tokens_of(answer))
+            usage = Usage.parse(usage_in(answer))
+            return Prefilled(transfer_params_of(answer), None if usage is None else usage.cached_tokens)
 
     async def decode(
         self,
@@ -257,6 +194,8 @@ class TextAsk:
     ) -> AsyncGenerator[TextPiece, None]:
         """See ``Ask``."""
         raw = self._raw if params is None else with_field(self._raw, "kv_transfer_params", params)
+        for name, value in self._named(leg, {}).items():
+            raw = with_field(raw, name, value)
         engine = leg.engine.name
         # An answer that is not streamed has no beginning: its request has long been read when its head comes.
         whole = self.is_told_at_once(params)
@@ -280,9 +219,11 @@ class TextAsk:
         head: Mapping[str, str] | None = _head(answer.headers)
         if not answer.content_type.startswith("text/event-stream"):
             content = await answer.read()
-            yield _whole(engine, content, head, await _settled(computed), computed)
+            yield _whole(engine, content, head, await _settled(computed), computed, self._path)
             return
-        splitter, tokens, done = EventSplitter(), _TokenEvents(), self._path not in _END_WITH_A_MARK
+        splitter, tokens = EventSplitter(), _TokenEvents()
+        done = self._path not in _END_WITH_A_MARK + _END_WITH_AN_EVENT
+        opening: list[bytes] = []
         while read := await answer.content.readany():
             by = computed if not isinstance(computed, Beside) else await computed.computed()
             plain: list[bytes] = []
@@ -293,8 +234,14 @@ class TextAsk:
                 if plain:
                     yield TextPiece(b"".join(plain), tokens=len(plain))
                     plain = []
-                done = done or event.startswith(b"data: [DONE]")
-                yield _event(engine, event, head, by, computed, tokens)
+                piece = _event(engine, event, head, by, computed, tokens, self._path)
+                done = done or piece.ends
+                if piece.opens:
+                    opening.append(event)
+                    continue
+                if opening:
+                    piece.body, opening = b"".join((*opening, piece.body)), []
+                yield piece
                 head = None
             if plain:
                 yield TextPiece(b"".join(plain), tokens=len(plain))
@@ -308,8 +255,8 @@ class TextAsk:
             await generate(leg.session, leg.engine.name, leg.engine.url, body, leg.headers)
             return
         # A salt of its own: should prefill have freed the blocks already, decode must not cache what it reads there.
-        body = {**prefill_text_body(self._body, params), "cache_salt": f"release-{uuid.uuid4().hex}"}
-        await generate(leg.session, leg.engine.name, leg.engine.url, body, leg.headers, self._path)
+        body = {**prefill_text_body(self._path, self._body, params), "cache_salt": f"release-{uuid.uuid4().hex}"}
+        await generate(leg.session, leg.engine.name, leg.engine.url, self._named(leg, body), leg.headers, self._path)
 
     def note(self, record: GenerationRecord, piece: TextPiece) -> None:
         """See ``Ask``."""
@@ -354,22 +301,26 @@ def _whole(
     head: Mapping[str, str] | None,
     computed: Computed | None,
     source: Computed | Beside | None = None,
+    path: str = CHAT,
 ) -> TextPiece:
     try:
         answer = orjson.loads(content)
     except orjson.JSONDecodeError as error:
         raise LegError(engine, "answered 200 with something that is not JSON", status=502) from error
     with reading(engine):
-        reason = None
+        reason = said_in(path, answer).finish_reason
+        check_finish(engine, reason)
         for choice in answer.get("choices") or ():
             check_finish(engine, reason := choice.get("finish_reason"))
-        _found(source, answer.get("usage"))
-        if _corrected(answer.get("usage"), computed):
+        told = usage_in(answer)
+        _found(source, told)
+        if _corrected(told, computed):
             content = orjson.dumps(answer)
-        usage = Usage.parse(answer.get("usage"))
+        usage = Usage.parse(told)
         return TextPiece(content, head, (usage and usage.completion_tokens) or 1, reason, usage)
 
 
+_NAME = re.compile(rb"\Aevent: [a-z_.]+\n")
 _TEXT_BEGINS = re.compile(rb'(?:content|reasoning|text|arguments)" ?: ?"')
 _TEXT = re.compile(rb'[^"\\\x00-\x1f]*+(?:\\["\\/bfnrt][^"\\\x00-\x1f]*+)*+')
 """The inside of a JSON string in UTF-8; without ``\\u``, of which not all are valid."""
@@ -414,7 +365,7 @@ class _TokenEvents:
             return
         self._in_vain += 1
         begins = _TEXT_BEGINS.search(event)
-        if begins is None or event != b"data: " + data + b"\n\n":
+        if begins is None or _NAME.sub(b"", event, 1) != b"data: " + data + b"\n\n":
             return
         text = _TEXT.match(event, begins.end())
         if text is not None and event[text.end()] == _QUOTE:
@@ -441,6 +392,7 @@ def _event(
     computed: Computed | None,
     source: Computed | Beside | None = None,
     tokens: _TokenEvents | None = None,
+    path: str = CHAT,
 ) -> TextPiece:
     """An event as it goes on: its bytes as they came, but for the count of cached tokens.
 
@@ -452,7 +404,7 @@ def _event(
     """
     data = data_of(event)
     if data is None or data == b"[DONE]":
-        return TextPiece(event, head)
+        return TextPiece(event, head, ends=data is not None)
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -464,18 +416,20 @@ def _event(
                 raise fault
             # vLLM finds some requests at fault only when their stream is open, and says so in it
             return TextPiece(event, head, finish_reason="error")
-        reason = None
+        said = said_in(path, value)
+        reason = said.finish_reason
+        check_finish(engine, reason)
         choices = value.get("choices") or ()
         for choice in choices:
             reason = choice.get("finish_reason") or reason
             check_finish(engine, reason)
-        usage = value.get("usage")
-        if tokens is not None and choices and reason is None and usage is None:
+        count, usage = int(bool(choices)) or said.tokens, usage_in(value)
+        if tokens is not None and count and reason is None and usage is None:
             tokens.learn(event, data)
         _found(source, usage)
         if _corrected(usage, computed):
-            event = event_of(value)
-        return TextPiece(event, head, int(bool(choices)), reason, Usage.parse(usage))
+            event = with_data(event, value)
+        return TextPiece(event, head, count, reason, Usage.parse(usage), said.opens, said.ends)
 
 
 def _found(source: Computed | Beside | None, usage: Any) -> None:
@@ -484,19 +438,13 @@ def _found(source: Computed | Beside | None, usage: Any) -> None:
         source.found(own.prompt_tokens, own.cached_tokens)
 
 
-def _corrected(usage: Any, computed: Computed | None) -> bool:
+def _corrected(usage: MutableMapping[str, Any] | None, computed: Computed | None) -> bool:
     """Puts prefill's counts of cached tokens in place of decode's, which takes what was handed over for cached.
 
     vLLM 0.32 tells prefill's ``cached_tokens`` itself (``remote_prefill_cached_tokens``), 0.30 does not; neither
     tells what prefill added to its cache.
     """
-    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
-    if computed is None or computed.cached_tokens is None or not isinstance(details, dict):
+    if usage is None or computed is None or computed.cached_tokens is None or (told := Usage.parse(usage)) is None:
         return False
-    told = {"cached_tokens": computed.cached_tokens}
-    created = computed.engine.created_cache_tokens(int(usage.get("prompt_tokens") or 0), computed.cached_tokens)
-    if created is not None:
-        told["created_cache_tokens"] = created
-    changes = {name: count for name, count in told.items() if details.get(name) not in (None, count)}
-    details |= changes
-    return bool(changes)
+    created = computed.engine.created_cache_tokens(told.prompt_tokens, computed.cached_tokens)
+    return put_cached(usage, computed.cached_tokens, created)

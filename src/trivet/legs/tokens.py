@@ -114,7 +114,7 @@ class TokenAsk:
             return Prefix(prompt_tokens=self.prompt_tokens)
         try:
             if self._chain is None:
-                self._chain = Chain("tokens", request.model, request.cache_salt)
+                self._chain = Chain.of_tokens(request.model, request.cache_salt)
                 self._chain.extend(request.token_ids)
             self._chain.extend(self._sent[self._chained_tokens :])
             self._chained_tokens = len(self._sent)

@@ -10,7 +10,7 @@ from types import TracebackType
 
 from trivet.journal import now_s
 from trivet.legs.wire import LegError
-from trivet.render.contract import ServingError
+from trivet.render.contract import DeadlinePassedError
 from trivet.routing.engines import Engines, EngineView
 
 _EARLY_S = 0.001
@@ -36,7 +36,7 @@ class Watch:
     Raises, inside such a block:
         LegError: the engine went out of service, or was silent for too long. A host that lost its power closes no
             connection: without this a leg would wait for ever.
-        ServingError: the deadline has passed (504).
+        DeadlinePassedError: its name says it (504).
     """
 
     def __init__(self, engine: str, patience: Patience, *, counting: bool = True) -> None:
@@ -138,7 +138,7 @@ class Watch:
         if self._left:
             return LegError(self._engine, "went out of service", died=True)
         if self._deadline_is_nearer:  # not asked of the clock: an event loop's timers may be a little early
-            return ServingError("the request's deadline has passed", status=504)
+            return DeadlinePassedError()
         return LegError(self._engine, f"said nothing for {self._patience.silence_s:g} s", died=True)
 
 

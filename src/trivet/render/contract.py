@@ -86,6 +86,13 @@ class ServingError(Exception):
         self.content = content
 
 
+class DeadlinePassedError(ServingError):
+    """The request's time was up before its answer was whole."""
+
+    def __init__(self) -> None:
+        super().__init__("the request's deadline has passed", status=504)
+
+
 class TokenEngine(Protocol):
     """What stands where vLLM's engine core stood."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 from argparse import Namespace
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import vllm.v1.engine.async_llm as async_llm
+from pydantic import ValidationError
 from starlette.types import ASGIApp
 from vllm.config import LoRAConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -25,6 +27,7 @@ from vllm.v1.executor import Executor
 from trivet.errors import TrivetError
 from trivet.render.contract import TokenEngine
 from trivet.render.core import SplitCore
+from trivet.render.hub import look_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +63,10 @@ def parse_flags(flags: Sequence[str]) -> Namespace:
     except SystemExit as stop:
         raise TrivetError(
             f"vLLM refuses the render flags: {captured[0] if captured else stop}",
-            mend="look at `flags` in the topology; `vllm serve --help` lists them",
+            mend="look at `flags` and `tiers.render.flags` in the topology; `vllm serve --help` lists them",
         ) from None
     except Exception as error:  # argparse and vLLM's checks raise several kinds
-        raise TrivetError(f"vLLM refuses the render flags: {error}", mend="look at `flags` in the topology") from error
+        raise _refused(error) from error
     assert isinstance(args, Namespace)
     return args
 
@@ -84,6 +87,9 @@ async def open_frontend(flags: Sequence[str], engine: TokenEngine) -> AsyncItera
         ToolParserManager.import_tool_parser(args.tool_parser_plugin)
     if args.reasoning_parser_plugin:
         ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
+    await asyncio.to_thread(look_for, args.model, args.revision)
+    if args.tokenizer:
+        await asyncio.to_thread(look_for, args.tokenizer, args.tokenizer_revision)
     served = list(args.served_model_name or [args.model])
     core = SplitCore(engine, served[0])
     try:
@@ -92,22 +98,43 @@ async def open_frontend(flags: Sequence[str], engine: TokenEngine) -> AsyncItera
     except TrivetError:
         raise
     except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        # pydantic counts its errors first and says what is wrong behind
-        problem = lines[1] if len(lines) > 1 and "validation error" in lines[0] else lines[0]
         raise TrivetError(
-            f"the render tier cannot set up {args.model!r}: {problem}",
+            f"the render tier cannot set up {args.model!r}: {_in_a_line(error)}",
             mend="give a Hugging Face folder (config.json, tokenizer) or a hub name that this machine can reach, and a "
             "max_length and flags that fit it",
         ) from error
     try:
         tasks = await llm.get_supported_tasks()
-        app = build_app(args, tasks, config.model_config)
-        app.state.server = SimpleNamespace(should_exit=False)  # vLLM's error handler would stop it with the engine
-        await init_app_state(llm, app.state, args, tasks)
+        try:  # parsers, templates, middleware and adapters are looked up here
+            app = build_app(args, tasks, config.model_config)
+            app.state.server = SimpleNamespace(should_exit=False)  # vLLM's error handler would stop it with the engine
+            await init_app_state(llm, app.state, args, tasks)
+        except Exception as error:
+            raise _refused(error) from error
         yield Frontend(app, core, served, config.model_config.max_model_len)
     finally:
         llm.shutdown()
+
+
+def _refused(error: Exception) -> TrivetError:
+    """What a person is told of flags that vLLM, or what it was told to load, does not take."""
+    return TrivetError(
+        f"vLLM refuses the render flags: {_in_a_line(error)}",
+        mend="look at `flags` and `tiers.render.flags` in the topology",
+    )
+
+
+def _in_a_line(error: Exception) -> str:
+    """The line of an error that says what is wrong."""
+    told, named = str(error), isinstance(error, LookupError)  # whose text is a key and no more
+    if isinstance(error, ValidationError):  # which counts its errors first, and ends with a web address
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(step) for step in first["loc"])
+        told = f"{place}: {first['msg']}" if place else first["msg"]
+    line = next((line.strip() for line in told.splitlines() if line.strip()), "")
+    line = line.replace("Value error, ", "", 1)
+    kind = type(error).__name__
+    return f"{kind}: {line}" if named and line else line or kind
 
 
 def _config(args: Namespace) -> VllmConfig:

@@ -18,7 +18,7 @@ from enum import IntEnum
 from types import TracebackType
 from typing import NamedTuple, Protocol
 
-LAYOUT = 1
+LAYOUT = 2
 """Version of what follows. Workers are started anew with the code of their service, so no other is ever read."""
 
 _MAGIC = int.from_bytes(b"trivetbd", "little")
@@ -32,7 +32,7 @@ _ENTRY, _NAME = 64, 48
 _MOST_REGIONS = 8
 _ROWS = 1024
 
-_HEAD_CELLS = 8
+_HEAD_CELLS = 16
 _ENGINE_CELLS = 3  # tokens, legs, turn: each a run of as many cells as there are slots
 _PAIR_CELLS = 4  # mean, count, both generations
 
@@ -60,6 +60,7 @@ class Count(IntEnum):
 
 
 _BEAT, _TURN = 0, 1
+_HEARD = 8
 
 
 class BoardError(Exception):
@@ -253,6 +254,14 @@ class Board:
     def is_alive(self, worker: int) -> bool:
         """Whether a worker has said lately that it lives."""
         return self._cells[self._row(worker) + _BEAT] > time.monotonic_ns() - _ALIVE_NS
+
+    def note_heard(self, number: int) -> None:
+        """Says which of the fleet's news this worker has taken last; they are numbered from 1."""
+        self._cells[self._mine() + _HEARD] = number
+
+    def all_heard(self, number: int) -> bool:
+        """Whether every worker that knows of any engine has taken the news of that number, or later ones."""
+        return all(not one or one >= number for one in self._cells[self._first + _HEARD : self._end : self._stride])
 
     def leads(self) -> bool:
         """Whether this worker is the one that does the gateway's periodic work: the living one of the lowest number.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from trivet.routing.engines import Engines, EngineView
 from trivet.routing.handovers import Handovers
+from trivet.routing.held import Held
 from trivet.routing.policy import ALWAYS, Policy, Reason, Ways
 from trivet.routing.prefixes import NOTHING, Known, Prefix, PrefixTable
 
@@ -38,6 +39,17 @@ class Knowledge:
     policy: Policy = ALWAYS
     prefixes: PrefixTable = field(default_factory=PrefixTable)
     handovers: Handovers = field(default_factory=Handovers)
+    held: Held | None = None
+    """What engines tell of their caches; None where none is asked to."""
+
+    def known(self, prompt: Prefix, engine: EngineView) -> Known:
+        """How much of a prompt an engine has cached: what it tells, else what it was sent lets guess."""
+        told = self.held.told(prompt, engine) if self.held is not None else None
+        if told is not None and told.whole:
+            return told.known
+        guessed = self.prefixes.known(prompt, engine)
+        # what it had before anyone listened is guessed; what it tells, it has
+        return told.known if told is not None and told.known.tokens >= guessed.tokens else guessed
 
 
 def choose(
@@ -93,7 +105,7 @@ class _Scale:
         if self._knowledge is None:
             return NOTHING
         if view.name not in self._cached:
-            self._cached[view.name] = self._knowledge.prefixes.known(self._prompt, view)
+            self._cached[view.name] = self._knowledge.known(self._prompt, view)
         return self._cached[view.name]
 
     def outstanding_tokens(self, view: EngineView) -> int:

@@ -32,6 +32,15 @@ class EngineView:
     """Where its connector listens for its peers; None if the gateway need not tell them."""
     slot: int | None = field(default=None, compare=False, repr=False)
     """Its column on the board; None until somebody gave it one."""
+    kv_events: tuple[str, str] | None = None
+    """Where it tells what its prefix cache holds, and where it tells again what was missed; None if it does not."""
+    leaving: bool = False
+    """Whether it is to be stopped: it gets no new request (``ready`` is false), and what runs there may end."""
+
+    @property
+    def serves(self) -> bool:
+        """Whether what runs there goes on."""
+        return self.ready or self.leaving
 
     def created_cache_tokens(self, prompt_tokens: int, cached_tokens: int) -> int | None:
         """Prompt tokens that serving a prompt adds to its prefix cache: whole blocks, less those it had.
@@ -56,7 +65,9 @@ class EngineView:
             api_key=value.get("api_key"),
             aborts=bool(value.get("aborts", False)),
             kv_address=value.get("kv_address"),
+            kv_events=None if (told := value.get("kv_events")) is None else (told[0], told[1]),
             slot=value.get("slot"),
+            leaving=bool(value.get("leaving", False)),
         )
 
 
@@ -89,13 +100,23 @@ class Engines:
         """
         before, self._views = self._views, {view.name: view for view in self._seated(list(views))}
         for name, old in before.items():
-            if old.ready and _has_left(old, self._views.get(name)):
+            if old.serves and _has_left(old, self._views.get(name)):
                 for leave in list(self._watchers.get(name, ())):
                     leave()
 
     def ready(self, tier: str) -> list[EngineView]:
         """The engines of a tier that can serve."""
         return [view for view in self._views.values() if view.ready and view.tier == tier]
+
+    def serving(self, tier: str) -> list[EngineView]:
+        """The engines of a tier that answer: those that can serve, and behind them those that are leaving."""
+        serving = [view for view in self._views.values() if view.serves and view.tier == tier]
+        return sorted(serving, key=lambda view: view.leaving)
+
+    def is_leaving(self, view: EngineView) -> bool:
+        """Whether the engine, as it was seen then, is to be stopped and must not be given anything more."""
+        now = self._views.get(view.name)
+        return now is not None and now.leaving and now.generation == view.generation
 
     def all(self) -> list[EngineView]:
         """Every engine."""
@@ -156,7 +177,7 @@ class Engines:
                 self._slots = {name: slot for name, slot in self._slots.items() if slot != view.slot}
                 self._slots[view.name] = view.slot
         # what nobody could count would look idle for ever, and be given everything
-        return [view if view.slot is not None else replace(view, ready=False) for view in views]
+        return [view if view.slot is not None else replace(view, ready=False, leaving=False) for view in views]
 
     def _slot_of(self, view: EngineView) -> int | None:
         return self._slots.get(view.name, view.slot)
@@ -164,4 +185,4 @@ class Engines:
 
 def _has_left(old: EngineView, new: EngineView | None) -> bool:
     """Whether what ran on an engine as it was is lost."""
-    return new is None or not new.ready or new.generation != old.generation
+    return new is None or not new.serves or new.generation != old.generation

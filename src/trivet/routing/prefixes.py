@@ -35,12 +35,51 @@ class Prefix:
     """64 bits each."""
     prompt_tokens: int = 0
     """Tokens of the whole prompt; an estimate where they are not known."""
+    of_tokens: bool = False
+    """The hashes are those of ``Chain.of_tokens``, to which what engines tell by their KV events can be held."""
+
+
+def root_of(*identity: str | None) -> bytes:
+    """What a chain begins with, before any id; see ``Chain``."""
+    root = blake2b(digest_size=_HASH_BYTES)
+    for one in identity:
+        said = b"" if one is None else one.encode("utf-8", "surrogatepass")
+        root.update(b"%d:" % (-1 if one is None else len(said)) + said)
+    return root.digest()
+
+
+def grow(parent: bytes, data: bytes, chunk_bytes: int = CHUNK_TOKENS * 4) -> tuple[list[int], bytes, bytes]:
+    """Continues a chain.
+
+    Args:
+        parent: a root, or what this gave before.
+        data: what follows, from the beginning of a chunk on.
+
+    Returns:
+        The hashes of the whole chunks, the next parent, and what is left behind them.
+    """
+    hashes = []
+    whole = len(data) - len(data) % chunk_bytes
+    for start in range(0, whole, chunk_bytes):
+        # the parent as a salt, which BLAKE2 takes in its first state: no bytes are joined, no block is added
+        parent = blake2b(data[start : start + chunk_bytes], digest_size=_HASH_BYTES, salt=parent).digest()
+        hashes.append(int.from_bytes(parent, "little"))
+    return hashes, parent, data[whole:]
+
+
+def token_root(model: str, cache_salt: str | None) -> bytes:
+    """The root of a prompt's chain on the tokens plane.
+
+    Args:
+        model: the LoRA adapter; for the model itself, the first of its served names.
+    """
+    return root_of("tokens", model, cache_salt or None)
 
 
 class Chain:
     """Hashes of a growing sequence of token ids, or of text in bytes."""
 
-    __slots__ = ("_chunk_bytes", "_parent", "_rest", "hashes")
+    __slots__ = ("_chunk_bytes", "_of_tokens", "_parent", "_rest", "hashes")
 
     def __init__(self, *identity: str | None, chunk_bytes: int = CHUNK_TOKENS * 4) -> None:
         """
@@ -49,14 +88,18 @@ class Chain:
                 adapter, ``cache_salt``, hashes of multimodal items. None and an empty text differ.
             chunk_bytes: bytes of a chunk; ids have four each.
         """
-        root = blake2b(digest_size=_HASH_BYTES)
-        for one in identity:
-            said = b"" if one is None else one.encode("utf-8", "surrogatepass")
-            root.update(b"%d:" % (-1 if one is None else len(said)) + said)
-        self._parent = root.digest()
+        self._parent = root_of(*identity)
         self._rest = b""
         self._chunk_bytes = chunk_bytes
+        self._of_tokens = False
         self.hashes: list[int] = []
+
+    @classmethod
+    def of_tokens(cls, model: str, cache_salt: str | None) -> Chain:
+        """Of a prompt on the tokens plane; see ``token_root``."""
+        chain = cls()
+        chain._parent, chain._of_tokens = token_root(model, cache_salt), True
+        return chain
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Continues with token ids.
@@ -68,17 +111,12 @@ class Chain:
 
     def extend_bytes(self, data: bytes) -> None:
         """Continues with text."""
-        data, size, parent, hashes = self._rest + data, self._chunk_bytes, self._parent, self.hashes
-        whole = len(data) - len(data) % size
-        for start in range(0, whole, size):
-            # the parent as a salt, which BLAKE2 takes in its first state: no bytes are joined, no block is added
-            parent = blake2b(data[start : start + size], digest_size=_HASH_BYTES, salt=parent).digest()
-            hashes.append(int.from_bytes(parent, "little"))
-        self._rest, self._parent = data[whole:], parent
+        hashes, self._parent, self._rest = grow(self._parent, self._rest + data, self._chunk_bytes)
+        self.hashes += hashes
 
     def prefix(self, prompt_tokens: int) -> Prefix:
         """All so far, as a prompt of so many tokens."""
-        return Prefix(tuple(self.hashes), prompt_tokens)
+        return Prefix(tuple(self.hashes), prompt_tokens, self._of_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +128,8 @@ class Known:
     ``vllm/v1/core/kv_cache_manager.py``)."""
     age_s: float = 0.0
     """Since the last of them was computed or used there."""
+    told: bool = False
+    """The engine has told so itself, by its KV events; else it is a guess from what it was sent."""
 
 
 NOTHING = Known()
@@ -154,7 +194,7 @@ class PrefixTable:
         block, hashes = engine.cached_block_tokens, prefix.hashes
         if not block or not hashes:
             return NOTHING
-        tags, mask, own = self._tags, self._mask, _number(engine.name, engine.generation)
+        tags, mask, own = self._tags, self._mask, number_of(engine.name, engine.generation)
 
         def is_missing(one: int) -> bool:
             tag = one ^ own
@@ -186,7 +226,7 @@ class PrefixTable:
         """
         if not engine.cached_block_tokens:
             return
-        tags, stamps, mask, own = self._tags, self._stamps, self._mask, _number(engine.name, engine.generation)
+        tags, stamps, mask, own = self._tags, self._stamps, self._mask, number_of(engine.name, engine.generation)
         now = int(self._now_s()) + 1  # 0 is an empty slot's
         for one in prefix.hashes[since:]:
             tag = one ^ own
@@ -208,10 +248,10 @@ class PrefixTable:
 
         Args:
             expected: what ``known`` said when the engine was chosen. Not what it would say now, which other requests
-                may have added to.
+                may have added to. What the engine had told itself says nothing about this table.
             cached_tokens: of the same prompt, as the engine has told.
         """
-        if cached_tokens * 2 < expected.tokens:
+        if not expected.told and cached_tokens * 2 < expected.tokens:
             until_s = self._now_s() + _DOUBTS_S
             self._horizons[engine.name, engine.generation] = max(_LEAST_HORIZON_S, expected.age_s), until_s
 
@@ -228,7 +268,7 @@ class PrefixTable:
 
 
 @lru_cache(4096)
-def _number(name: str, generation: int) -> int:
+def number_of(name: str, generation: int) -> int:
     """Stands for an engine as it was started, in every process alike."""
     said = f"{name}\0{generation}".encode()
     return int.from_bytes(blake2b(said, digest_size=_HASH_BYTES).digest(), "little")

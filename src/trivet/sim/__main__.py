@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from trivet.errors import TrivetError
-from trivet.sim.options import parse
+from trivet.sim.options import parse, tier_of
 from trivet.sim.process import run, say
 
 
@@ -15,7 +15,7 @@ def main() -> None:
         settings, name, notes = parse(sys.argv[1:])
         for note in notes:
             say(f"note: {note}")
-        run(settings, name=name)
+        run(settings, name=name, tier=tier_of(sys.argv[1:]))
     except TrivetError as error:
         sys.stderr.write(f"trivet: {error}\n")
         sys.exit(error.exit_code)

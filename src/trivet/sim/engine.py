@@ -11,12 +11,12 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from aiohttp import web
 
-from trivet.errors import PortInUseError, TrivetError
+from trivet.errors import MissingPackageError, PortInUseError, TrivetError
 from trivet.routing.engines import EngineView
 from trivet.sim.asks import RefusedError, error_facts
 from trivet.sim.connector import Connector
@@ -26,9 +26,12 @@ from trivet.sim.handover import PULL_PATH, RELEASE_PATH, Handovers
 from trivet.sim.pool import BlockPool
 from trivet.sim.record import RequestLog, SimState, leg_of
 from trivet.sim.scheduler import End, Scheduler
-from trivet.sim.settings import TRIVET, SimSettings
+from trivet.sim.settings import TRIVET, SimEvents, SimSettings
 from trivet.sim.stats import Stats
 from trivet.sim.transfer import OPEN_PATH, Transfers, own_address
+
+if TYPE_CHECKING:
+    from trivet.sim.events import Publisher
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _GUARDED = ("/v1", "/v2", "/inference")
@@ -64,7 +67,7 @@ class SimEngine:
         self.name = name
         self.tier = tier
         self.generation = 1
-        self.faults = Faults(self._refuse)
+        self.faults = Faults(self._refuse, self._mute)
         self._on_exit = on_exit
         self._port = self.settings.port
         self._kv_address = self.settings.kv_address or own_address()
@@ -82,10 +85,26 @@ class SimEngine:
     def _new_core(self) -> None:
         settings = self.settings
         self.stats = Stats(settings)
-        self.pool = BlockPool(settings.num_blocks, caching=settings.enable_prefix_caching)
+        self.events = events = self._new_events()
+        self.pool = BlockPool(
+            settings.num_blocks,
+            caching=settings.enable_prefix_caching,
+            evicted=events.removed if events is not None else lambda _: None,
+        )
         self.engine_id = uuid.uuid4().hex
         self.connector = self._new_connector()
-        self.scheduler = Scheduler(settings, self.pool, self.stats, self.connector)
+        self.scheduler = Scheduler(settings, self.pool, self.stats, self.connector, events)
+
+    def _new_events(self) -> Publisher | None:
+        if self.settings.kv_events is None:
+            return None
+        try:
+            from trivet.sim.events import Publisher
+        except ImportError as error:
+            raise MissingPackageError(
+                f"a simulated engine's KV events need pyzmq and msgspec ({error})", mend="pip install pyzmq msgspec"
+            ) from None
+        return Publisher(self.settings.kv_events, self.settings.block_size)
 
     def _new_connector(self) -> Connector:
         settings = self.settings
@@ -140,6 +159,7 @@ class SimEngine:
             api_key=self.settings.api_key,
             aborts=not self.settings.is_old,
             kv_address=self.connector.address,
+            kv_events=_heard_at(self.settings.kv_events),
         )
 
     def state(self) -> SimState:
@@ -230,6 +250,7 @@ class SimEngine:
         if isinstance(self.connector, Handovers):
             application.router.add_post(PULL_PATH, self._pull)
             application.router.add_post(RELEASE_PATH, self._release)
+        application.router.add_post("/reset_prefix_cache", self._reset_prefix_cache)
         application.router.add_get("/sim/state", self._tell_state)
         application.router.add_get("/sim/faults", self._tell_faults)
         application.router.add_post("/sim/faults", self._add_faults)
@@ -244,8 +265,12 @@ class SimEngine:
         )
         await self._runner.setup()
         try:
+            if self.events is not None:
+                await self.events.open()
             await self._listen()
         except BaseException:
+            if self.events is not None:
+                await self.events.close()
             await self._runner.cleanup()
             raise
         self.scheduler.start()
@@ -259,6 +284,8 @@ class SimEngine:
             await self._listening_again
             self._listening_again = None
         await self.scheduler.stop()
+        if self.events is not None:
+            await self.events.close()
         await self.connector.close()
         for task in list(self._background):
             task.cancel()
@@ -317,6 +344,10 @@ class SimEngine:
             ) from None
         self._port = self._listener.sockets[0].getsockname()[1]
 
+    def _mute(self, seconds: float) -> None:
+        if self.events is not None:
+            self.events.mute(seconds)
+
     def _refuse(self, seconds: float) -> None:
         """Closes the listening socket and idle connections; listens again after a time."""
         if self._listener is None:
@@ -355,6 +386,8 @@ class SimEngine:
             self._listener.close()
             self._listener = None
         self.connector.cut()
+        if self.events is not None:
+            self.events.cut()
         for transport in self._transports():
             transport.abort()
 
@@ -512,6 +545,12 @@ class SimEngine:
         assert isinstance(self.connector, Handovers)
         return web.json_response({"held": self.connector.release(body if isinstance(body, dict) else {})})
 
+    async def _reset_prefix_cache(self, _: web.Request) -> web.Response:
+        """As vLLM's, which serves it in development mode only."""
+        if self.pool.clear() and self.events is not None:
+            self.events.cleared()
+        return web.Response()
+
     async def _tell_state(self, _: web.Request) -> web.Response:
         return web.Response(body=orjson.dumps(self.state().facts()), content_type="application/json")
 
@@ -541,6 +580,14 @@ async def _json(request: web.Request) -> Any:
         return orjson.loads(await request.read())
     except orjson.JSONDecodeError:
         return None
+
+
+def _heard_at(events: SimEvents | None) -> tuple[str, str] | None:
+    """How a gateway on the same machine reaches it."""
+    if events is None:
+        return None
+    endpoint, replay = (one.replace("*", "127.0.0.1") for one in (events.endpoint, events.replay_endpoint))
+    return endpoint, replay
 
 
 def _reachable(host: str) -> str:

@@ -14,8 +14,9 @@ from aiohttp import web
 
 from trivet.sim.asks import Ask, RefusedError, error_facts, parse_chat, parse_completion, parse_generate
 from trivet.sim.connector import Source
+from trivet.sim.doors import MessagesForm, ResponseForm, parse_messages, parse_response
 from trivet.sim.faults import Fault
-from trivet.sim.forms import DONE, ChatForm, Choice, CompletionForm, Form, GenerateForm, make_choices, sse
+from trivet.sim.forms import ChatForm, Choice, CompletionForm, Form, GenerateForm, make_choices
 from trivet.sim.record import RequestRecord, shortened
 from trivet.sim.scheduler import End, Output, SimSequence, Sink
 from trivet.sim.settings import SimSettings
@@ -28,6 +29,8 @@ ENDPOINTS: Mapping[str, tuple[Parser, Callable[[Ask, SimSettings], Form]]] = {
     "/inference/v1/generate": (parse_generate, GenerateForm),
     "/v1/chat/completions": (parse_chat, ChatForm),
     "/v1/completions": (parse_completion, CompletionForm),
+    "/v1/responses": (parse_response, ResponseForm),
+    "/v1/messages": (parse_messages, MessagesForm),
 }
 _GARBAGE = {
     "json": b'data: {"request_id": not json\n\n',
@@ -177,6 +180,8 @@ class Exchange:
         await response.prepare(self._request)
         self._record.status = 200
         begun, open_choices = False, len(self._choices)
+        if opening := form.opening():
+            await response.write(opening)
         if await self._cut_at(0, response):
             return response
         while open_choices:
@@ -187,9 +192,11 @@ class Exchange:
                     continue
                 self._take(ask, choice, output)
                 if choice.end is End.ERROR:
-                    pieces += [sse(error_facts("Internal server error", "InternalServerError", 500)), DONE]
-                    await response.write(b"".join(pieces))
+                    failed = form.failed()
+                    await response.write(b"".join((*pieces, failed or b"")))
                     self._record.ended = "error"
+                    if failed is None:
+                        self._engine.cut(self._request)
                     return response
                 if not begun and choice.tokens:
                     pieces.append(form.begin())
@@ -204,7 +211,7 @@ class Exchange:
                     if await self._cut_at(len(self._choices[0].tokens), response):
                         return response
             if not open_choices:
-                pieces += [form.finish(self._choices, self._cached_tokens()), DONE]
+                pieces += [form.finish(self._choices, self._cached_tokens()), form.done]
             if pieces:
                 await response.write(b"".join(pieces))
         self._record.ended = self._ended()

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from trivet.errors import TrivetError
+from trivet.sim.record import LEGS
 
 Kind = Literal[
     "refuse",
+    "mute",
     "status",
     "hang",
     "stall",
@@ -26,9 +28,17 @@ Kind = Literal[
     "lose",
 ]
 KINDS: tuple[str, ...] = get_args(Kind)
+AT_ONCE = ("refuse", "mute")
+"""Those that strike no request."""
 GARBAGE = ("json", "truncated", "between")
 FINISHES = ("error", "abort")
-GENERATION_PATHS = ("/inference/v1/generate", "/v1/chat/completions", "/v1/completions")
+GENERATION_PATHS = (
+    "/inference/v1/generate",
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +48,7 @@ class Fault:
     kind: Kind
     """
     - ``refuse``: at once, for ``for_s``: the listening socket and idle connections are closed
+    - ``mute``: at once, for ``for_s``: KV events are not sent, only kept for who asks for what it missed
     - ``status``: answers ``status`` with ``body``
     - ``hang``: takes the request and answers nothing for ``for_s``, then goes on (None: never)
     - ``stall``: the answer stops after ``after_tokens`` for ``for_s`` (None: for ever); the request keeps running
@@ -93,13 +104,15 @@ class Fault:
         self._check("status", _is_whole(self.status) and 200 <= self.status <= 599, "an HTTP status")
         self._check("factor", _is_number(self.factor) and self.factor > 0, "above 0")
         self._check("for_s", self.for_s is None or (_is_number(self.for_s) and self.for_s >= 0), "seconds, or null")
-        self._check("leg", self.leg is None or isinstance(self.leg, str), "a leg, or null")
+        self._check(
+            "leg", self.leg in (None, "", *LEGS), f"one of {', '.join(LEGS)}, empty for requests without, or null"
+        )
         self._check("path", self.path is None or isinstance(self.path, str), "a path, * or null")
         self._check("reused", self.reused is None or isinstance(self.reused, bool), "true, false or null")
         self._check("body", self.body is None or isinstance(self.body, str), "text, or null")
         self._check("headers", isinstance(self.headers, Mapping), "an object")
-        if self.kind == "refuse":
-            self._check("for_s", self.for_s is not None, "how long connections are refused, in seconds")
+        if self.kind in AT_ONCE:
+            self._check("for_s", self.for_s is not None, "how long it lasts, in seconds")
 
     def _check(self, name: str, holds: bool, wanted: str) -> None:
         if not holds:
@@ -144,12 +157,15 @@ class ActiveFault:
 class Faults:
     """The faults of one engine; the first one that fits a request strikes it."""
 
-    def __init__(self, refuse: Callable[[float], None] = lambda _: None) -> None:
+    def __init__(
+        self, refuse: Callable[[float], None] = lambda _: None, mute: Callable[[float], None] = lambda _: None
+    ) -> None:
         """
         Args:
             refuse: closes the listening socket for so many seconds.
+            mute: sends no KV events for so many seconds.
         """
-        self._refuse = refuse
+        self._at_once = {"refuse": refuse, "mute": mute}
         self._numbers = itertools.count(1)
         self._active: dict[int, ActiveFault] = {}
 
@@ -158,9 +174,9 @@ class Faults:
         number = next(self._numbers)
         active = ActiveFault(number, fault, chance=random.Random(fault.seed))
         self._active[number] = active
-        if fault.kind == "refuse":
+        if fault.kind in AT_ONCE:
             active.used = 1
-            self._refuse(fault.for_s or 0.0)
+            self._at_once[fault.kind](fault.for_s or 0.0)
         return number
 
     def remove(self, number: int) -> bool:
@@ -179,7 +195,7 @@ class Faults:
         """The fault for a request that has just come, if there is one."""
         for active in self._active.values():
             fault = active.fault
-            if fault.kind == "refuse" or not _fits(fault, path, leg, reused):
+            if fault.kind in AT_ONCE or not _fits(fault, path, leg, reused):
                 continue
             active.fitted += 1
             if active.fitted < fault.nth or (fault.uses is not None and active.used >= fault.uses):

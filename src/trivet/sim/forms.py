@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import orjson
 
 from trivet.sim import text
-from trivet.sim.asks import Ask
+from trivet.sim.asks import Ask, error_facts
 from trivet.sim.scheduler import End
 from trivet.sim.settings import SimSettings
 from trivet.sim.tokens import candidates, prompt_logprob
@@ -44,8 +44,19 @@ class Choice:
 class Form(Protocol):
     """How one endpoint writes an answer."""
 
+    done: bytes
+    """The end mark of a stream."""
+
+    def opening(self) -> bytes:
+        """Sent before anything is computed."""
+        ...
+
     def begin(self) -> bytes:
         """Sent with the first token, ahead of it."""
+        ...
+
+    def failed(self) -> bytes | None:
+        """The end of a stream that failed; None where its connection is only closed."""
         ...
 
     def event(self, choice: Choice) -> bytes:
@@ -106,14 +117,24 @@ def sse(value: object) -> bytes:
 
 
 class _Base:
+    done = DONE
+
     def __init__(self, ask: Ask, settings: SimSettings) -> None:
         self._ask = ask
         self._settings = settings
         self._created = int(time.time())
 
+    def opening(self) -> bytes:
+        """See ``Form``."""
+        return b""
+
     def begin(self) -> bytes:
         """See ``Form``."""
         return b""
+
+    def failed(self) -> bytes | None:
+        """See ``Form``."""
+        return sse(error_facts("Internal server error", "InternalServerError", 500)) + DONE
 
     def _usage(self, choices: Sequence[Choice], cached_tokens: int | None, *, terse: bool) -> dict[str, Any]:
         prompts = {choice.index // self._ask.n: len(choice.prompt) for choice in choices}

@@ -11,11 +11,13 @@ from typing import Any, NoReturn
 
 from trivet.errors import TrivetError
 from trivet.sim.link import path_of
-from trivet.sim.settings import CONNECTORS, NIXL, TRIVET, SimSettings
+from trivet.sim.settings import CONNECTORS, NIXL, TRIVET, SimEvents, SimSettings
 
 _OTHER_CONNECTORS = f"a simulated engine imitates {' and '.join(CONNECTORS)} only"
 _LEASES = {NIXL: "kv_lease_duration", TRIVET: "lease_s"}
 """The connectors' own names for it."""
+
+_TIERS = {"kv_producer": "prefill", "kv_consumer": "decode"}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -70,6 +72,7 @@ def parse(arguments: Sequence[str], env: Mapping[str, str] = os.environ) -> tupl
         kv_lease_s=_number(lease, _LEASES[connector]),
         kv_bytes_per_token=known.kv_bytes_per_token,
         kv_host=env.get("VLLM_NIXL_SIDE_CHANNEL_HOST") or None,
+        kv_events=_events(known.kv_events_config),
         step_ms=known.step_ms,
         prefill_ms=known.prefill_ms,
         prefill_ms_per_token=known.prefill_ms_per_token,
@@ -83,6 +86,12 @@ def parse(arguments: Sequence[str], env: Mapping[str, str] = os.environ) -> tupl
         keep_requests=known.keep_requests,
     )
     return settings, known.name or settings.names[0], notes
+
+
+def tier_of(arguments: Sequence[str]) -> str:
+    """The tier of an engine that is started so, by its end of the connector; ``mixed`` without one."""
+    known, _ = _parser().parse_known_args([_with_dashes(one) for one in arguments])
+    return _TIERS.get(_kv(known.kv_transfer_config).get("kv_role", ""), "mixed")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -110,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     vllm.add_argument("--max-logprobs", type=int, default=defaults.max_logprobs, metavar="N")
     vllm.add_argument("--stream-interval", type=_size, default=1, metavar="TOKENS")
     vllm.add_argument("--kv-transfer-config", metavar="JSON", help=f"without it no KV moves; {_OTHER_CONNECTORS}")
+    vllm.add_argument("--kv-events-config", metavar="JSON", help="where it tells what its prefix cache holds")
     vllm.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
     vllm.add_argument("--enable-prompt-tokens-details", action=argparse.BooleanOptionalAction, default=False)
     vllm.add_argument("--enable-scale-out", action=argparse.BooleanOptionalAction, default=False)
@@ -154,6 +164,24 @@ def _kv(text: str | None) -> dict[str, Any]:
     if connector not in (*CONNECTORS, "NixlPullConnector"):
         raise _OptionError(f"simulated engine: kv_connector is {connector!r}", mend=_OTHER_CONNECTORS)
     return config
+
+
+def _events(text: str | None) -> SimEvents | None:
+    """As vLLM takes it; what no simulated engine needs has no effect."""
+    try:
+        told = {} if text is None else json.loads(text)
+        if not told.get("enable_kv_cache_events") or told.get("publisher", "zmq") != "zmq":
+            return None
+        return SimEvents(
+            str(told.get("endpoint", "tcp://*:5557")),
+            str(told["replay_endpoint"]),
+            int(told.get("buffer_steps", 10000)),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _OptionError(
+            f"simulated engine: --kv-events-config: {type(error).__name__}: {error}",
+            mend='{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}',
+        ) from None
 
 
 def _address(value: object) -> str:

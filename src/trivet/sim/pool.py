@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from trivet.sim.tokens import id_bytes
 
@@ -38,7 +38,12 @@ class BlockPool:
     ``free + used + held == total`` always; a block that a request uses and another one holds counts as used.
     """
 
-    def __init__(self, blocks: int, *, caching: bool = True) -> None:
+    def __init__(self, blocks: int, *, caching: bool = True, evicted: Callable[[Key], None] = lambda _: None) -> None:
+        """
+        Args:
+            evicted: told the content that can be found no more.
+        """
+        self._evicted = evicted
         self.total = blocks
         self.used = 0
         self.held = 0
@@ -76,11 +81,21 @@ class BlockPool:
             self._use(block)
         return [*found, *(self._take_one() for _ in range(new))]
 
-    def remember(self, block: int, key: Key) -> None:
-        """Names the content of a used block, so that it can be found again."""
-        if self._caching and self._keys[block] is None and key not in self._by_key:
-            self._keys[block] = key
-            self._by_key[key] = block
+    def remember(self, block: int, key: Key) -> bool:
+        """Names the content of a used block, so that it can be found again; whether it could not before."""
+        if not self._caching or self._keys[block] is not None or key in self._by_key:
+            return False
+        self._keys[block] = key
+        self._by_key[key] = block
+        return True
+
+    def clear(self) -> bool:
+        """Forgets all content; not while a block is used or held, as vLLM (``reset_prefix_cache``)."""
+        if self.used or self.held:
+            return False
+        self._by_key.clear()
+        self._keys = [None] * self.total
+        return True
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """Ends a request's use of its blocks. The last ones are reused first: beginnings are worth more."""
@@ -134,6 +149,7 @@ class BlockPool:
         if (key := self._keys[block]) is not None:
             del self._by_key[key]
             self._keys[block] = None
+            self._evicted(key)
         self._users[block] = 1
         self.used += 1
         return block

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trivet.sim.pool import BlockPool, Keys
@@ -23,6 +24,7 @@ from trivet.sim.tokens import Walk
 
 if TYPE_CHECKING:
     from trivet.sim.connector import Connector
+    from trivet.sim.events import Publisher
 
 _MOST_LATE_S = 0.01
 """Lateness that later steps make up for; what is beyond it is lost, as on an engine that is too slow."""
@@ -145,7 +147,13 @@ class Scheduler:
         pool: BlockPool,
         stats: Stats,
         connector: Connector,
+        events: Publisher | None = None,
     ) -> None:
+        """
+        Args:
+            events: told what can be found in the prefix cache.
+        """
+        self._events = events
         self._settings = settings
         self._pool = pool
         self._stats = stats
@@ -403,8 +411,20 @@ class Scheduler:
         assert sequence.keys is not None
         if len(sequence.keys.made) < after // size:
             sequence.keys.extend([*sequence.prompt, *sequence.answer])
-        for place in range(before // size, after // size):
-            self._pool.remember(sequence.blocks[place], sequence.keys.made[place])
+        keys = sequence.keys.made
+        new = [
+            place
+            for place in range(before // size, after // size)
+            if self._pool.remember(sequence.blocks[place], keys[place])
+        ]
+        if self._events is None or not new:
+            return
+        whole = [*sequence.prompt, *sequence.answer]
+        runs = groupby(enumerate(new), lambda one: one[1] - one[0])  # of blocks behind each other
+        for run in ([place for _, place in run] for _, run in runs):
+            first, end = run[0], run[-1] + 1
+            parent = keys[first - 1] if first else None
+            self._events.stored(keys[first:end], parent, whole[first * size : end * size], sequence.salt)
 
     def _first(self, sequence: SimSequence, now: float) -> None:
         settings = self._settings

@@ -18,6 +18,26 @@ _TIMES = ("step_ms", "prefill_ms", "prefill_ms_per_token", "transfer_ms_per_toke
 
 
 @dataclass(frozen=True, slots=True)
+class SimEvents:
+    """Where KV events are published: vLLM's ``KVEventsConfig`` as far as it is imitated."""
+
+    endpoint: str
+    replay_endpoint: str
+    buffer_steps: int = 10_000
+    """Batches that are kept for who missed them."""
+
+    def __post_init__(self) -> None:
+        for name in ("endpoint", "replay_endpoint"):
+            if "://" not in getattr(self, name):
+                raise TrivetError(
+                    f"simulated engine: {name} of KV events is {getattr(self, name)!r}",
+                    mend="tcp://*:PORT or ipc:///PATH",
+                )
+        if self.buffer_steps < 1:
+            raise TrivetError(f"simulated engine: buffer_steps is {self.buffer_steps}", mend="it must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
 class SimSettings:
     """Everything that is set when a simulated engine starts. Without times it answers as fast as it can."""
 
@@ -63,6 +83,9 @@ class SimSettings:
     """What a token of KV counts in the metrics: 128 KiB, as Llama-3.1-8B in bfloat16."""
     kv_host: str | None = None
     """The host that decode is told to pull from; the one it listens on unless given."""
+
+    kv_events: SimEvents | None = None
+    """Where it tells what its prefix cache holds; None if it does not."""
 
     step_ms: float = 0.0
     """Every step takes at least so long: one token of every running answer."""

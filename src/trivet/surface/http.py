@@ -8,6 +8,8 @@ from typing import Any
 
 import orjson
 
+from trivet.surface.streams import MESSAGES, anthropic_kind
+
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -90,11 +92,21 @@ async def answer_json(send: Send, status: int, value: object, headers: Iterable[
     await answer(send, status, orjson.dumps(value), b"application/json", headers)
 
 
-async def answer_error(send: Send, status: int, message: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-    """Sends an error in the form that OpenAI's clients, and vLLM, use."""
+async def answer_error(
+    send: Send, status: int, message: str, headers: Iterable[tuple[bytes, bytes]] = (), *, path: str = ""
+) -> None:
+    """Sends an error in the form that OpenAI's clients, and vLLM, use.
+
+    Args:
+        path: what was asked for; ``/v1/messages`` is answered so that Anthropic's clients read it too.
+    """
     try:
         kind = HTTPStatus(status).phrase
     except ValueError:  # what stands before an engine answers with what Python does not know (499, 520) as well
         kind = "Internal Server Error" if status >= 500 else "Bad Request"
     error = {"message": message, "type": kind, "param": None, "code": status}
-    await answer_json(send, status, {"error": error}, headers)
+    if path.startswith(MESSAGES):
+        error["type"] = anthropic_kind(status)
+        await answer_json(send, status, {"type": "error", "error": error}, headers)
+    else:
+        await answer_json(send, status, {"error": error}, headers)

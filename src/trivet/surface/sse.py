@@ -63,3 +63,9 @@ def data_of(event: bytes) -> bytes | None:
 def event_of(value: Any) -> bytes:
     """An event whose payload is a JSON value."""
     return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+def with_data(event: bytes, value: Any) -> bytes:
+    """The event with another payload; what stands before it (``event:`` and its name) is kept."""
+    begin = 0 if event.startswith(b"data:") else event.index(b"\ndata:") + 1
+    return event[:begin] + event_of(value)

@@ -10,7 +10,8 @@ import yaml
 from pydantic import ValidationError
 
 from trivet.errors import TopologyError
-from trivet.topology.model import TIERS, Topology
+from trivet.topology.model import TIERS, Engine, Topology
+from trivet.topology.words import said_by
 
 Location = Sequence[str | int]
 
@@ -95,16 +96,11 @@ def _first_problem(error: ValidationError, root: yaml.Node | None, source: str) 
     first = problems[0]
     location = [step for step in first["loc"] if isinstance(step, int) or not step.startswith("function-")]
     field = ".".join(str(step) for step in location) or "topology"
-    kind, message = first["type"], first["msg"]
-    if kind == "extra_forbidden":
+    if first["type"] == "extra_forbidden":
         known = ", ".join(_siblings(location[:-1]))
         message = f"no such field{f' (there are: {known})' if known else ''}"
-    elif kind == "missing":
-        message = "this is needed"
     else:
-        message = message.removeprefix("Value error, ")
-        if not kind.startswith("value_error") and not isinstance(first["input"], dict | list):
-            message = f"{message[0].lower()}{message[1:]} (got {first['input']!r})"
+        message = said_by(first)
     line = line_of(root, location)
     rest = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
     return (f"{source}:{line}: {field}: {message}{rest}",)
@@ -169,8 +165,30 @@ def _check_tiers(topology: Topology) -> None:
     for tier_name in TIERS:
         tier = topology.tier(tier_name)
         for number, engine in enumerate(tier.listed() if tier else ()):
+            _check_kv_fields(topology, tier_name, number, engine)
             name = engine.name or f"{tier_name}-{number}"
             if name in names:
                 where = topology.where("tiers", tier_name, "engines", number)
                 raise TopologyError(f"{where}: two engines are named {name!r}")
             names.add(name)
+
+
+_KV_FIELDS = {"kv_address": "TrivetConnector", "kv_port": "NixlConnector"}
+"""Fields of an engine that mean something to one connector only."""
+
+
+def _check_kv_fields(topology: Topology, tier: str, number: int, engine: Engine) -> None:
+    """What says where KV is handed over must be for somebody who hands over, in that way."""
+    for field, connector in _KV_FIELDS.items():
+        if getattr(engine, field) is None:
+            continue
+        where = f"{topology.where('tiers', tier, 'engines', number, field)}: tiers.{tier}.engines.{number}.{field}"
+        if tier == "mixed":
+            raise TopologyError(
+                f"{where}: a mixed engine hands over no KV, so {field} means nothing", mend=f"leave {field} out"
+            )
+        if topology.kv.connector != connector:
+            raise TopologyError(
+                f"{where}: {field} is {connector}'s, and kv.connector is {topology.kv.connector}",
+                mend=f"leave {field} out, or kv: {{connector: {connector}}}",
+            )

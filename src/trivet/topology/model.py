@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -44,16 +45,37 @@ OWN_FLAGS: Mapping[str, str] = {
     "kv-transfer-config": "kv",
     "tensor-parallel-size": "tensor_parallel",
     "api-key": "gateway.api_keys (engines: api_key)",
+    "ssl-keyfile": "gateway.tls",
+    "ssl-certfile": "gateway.tls",
+    "ssl-ca-certs": "gateway.tls",
+    "ssl-cert-reqs": "gateway.tls",
+    "ssl-ciphers": "gateway.tls",
+    "allowed-origins": "gateway.cors",
+    "allowed-methods": "gateway.cors",
+    "allowed-headers": "gateway.cors",
+    "allow-credentials": "gateway.cors",
     "root-path": "a proxy in front that takes the prefix off",
 }
 """vLLM flags that Trivet sets itself, and the topology field that says what they get."""
+
+_NEVER_EMPTY = frozenset({"api_keys"})
+"""What may not be left empty: a gateway whose keys were forgotten would be open."""
 
 _SHORT_FLAGS = {"-tp": "tensor-parallel-size", "-dp": "data-parallel-size"}
 
 
 def is_collector_url(text: str) -> bool:
     """Whether spans could be sent there, as far as its form says."""
-    return re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", text) is not None
+    return re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", text) is not None and names_a_host(text)
+
+
+def names_a_host(url: str) -> bool:
+    """Whether a URL has a host, and a port that there can be if it has one."""
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0  # reading a port above 65535 raises
+    except ValueError:
+        return False
 
 
 def flag_list(value: object) -> list[str]:
@@ -144,6 +166,19 @@ Environment = Annotated[dict[str, str], BeforeValidator(_environment)]
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_is_absent(cls, value: object) -> object:
+        """A mapping or list with nothing behind its key (``options:``, all below it commented out) is not there."""
+        if not isinstance(value, Mapping):
+            return value
+        collecting = {name for name, field in cls.model_fields.items() if field.default_factory is not None}
+        return {
+            name: one
+            for name, one in value.items()
+            if one is not None or name not in collecting or name in _NEVER_EMPTY
+        }
+
 
 class Model(_Strict):
     """The model that every engine serves."""
@@ -190,6 +225,22 @@ class Kv(_Strict):
         return value
 
 
+class KvEvents(_Strict):
+    """Where an engine that someone else started tells what its prefix cache holds."""
+
+    endpoint: str = Field(description="tcp://HOST:PORT or ipc:///PATH, as its --kv-events-config says")
+    replay: str = Field(description="its replay_endpoint: without it nothing tells whether an event was missed")
+
+    @field_validator("endpoint", "replay")
+    @classmethod
+    def _can_be_reached(cls, value: str) -> str:
+        if re.fullmatch(r"tcp://[^/\s*]+:\d+|ipc:///\S+", value) is None or not (
+            value.startswith("ipc:") or names_a_host(value)
+        ):
+            raise ValueError(f"{value!r} is no address to connect to: write tcp://HOST:PORT or ipc:///PATH")
+        return value
+
+
 class _EngineFields(_Strict):
     device: Device | None = None
     gpus: list[Annotated[int, Field(ge=0)]] | None = None
@@ -211,7 +262,7 @@ class _EngineFields(_Strict):
 class Engine(_EngineFields):
     """One engine of a tier; what it leaves out comes from its tier."""
 
-    name: str | None = Field(None, pattern=r"^[a-zA-Z0-9][a-zA-Z0-9_.-]*$")
+    name: str | None = Field(None, description="for logs, metrics and `trivet engine`; TIER-NUMBER unless given")
     url: str | None = Field(None, description="an engine that someone else started; nothing else is needed then")
     api_key: str | None = Field(None, description="what it wants as a bearer token; given to those started by Trivet")
     host: str = Field("local", description="where it runs; anything but `local` is started there: trivet engine NAME")
@@ -223,9 +274,23 @@ class Engine(_EngineFields):
     )
     kv_address: str | None = Field(
         None,
-        pattern=r"^unix:/",
         description="where TrivetConnector listens, for an engine whose address Trivet does not make up itself",
     )
+    kv_events: KvEvents | None = Field(None, description="an engine with url: where it publishes its KV events")
+    kv_events_port: int | None = Field(
+        None,
+        ge=1,
+        le=65534,
+        description="where it publishes KV events, on all of its addresses: this and the next. Else sockets of "
+        "this user's, which only engines on this machine can have",
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _can_name_files(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*", value):
+            raise ValueError(f"{value!r} is no name: letters, digits and _ . - make one, a letter or digit first")
+        return value
 
     @field_validator("kv_address")
     @classmethod
@@ -237,16 +302,18 @@ class Engine(_EngineFields):
     @field_validator("url")
     @classmethod
     def _http(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", value):
-            raise ValueError("an engine's url looks like http://host:port")
+        if value is not None and not (re.fullmatch(r"https?://[^/\s]+(/\S*)?", value) and names_a_host(value)):
+            raise ValueError("an engine's url looks like http://host:port, with a port from 1 to 65535")
         return value.rstrip("/") if value else value
 
     @model_validator(mode="after")
     def _whole(self) -> Engine:
         if self.url is not None:
-            extra = sorted(self.model_fields_set - {"url", "name", "api_key", "device", "kv_address"})
+            extra = sorted(self.model_fields_set - {"url", "name", "api_key", "device", "kv_address", "kv_events"})
             if extra:
                 raise ValueError(f"an engine with url is not started by Trivet, so {', '.join(extra)} means nothing")
+        elif self.kv_events is not None:
+            raise ValueError("kv_events says where an engine with url publishes; for others there is kv_events_port")
         elif self.host != "local" and self.port is None:
             raise ValueError("an engine on another host needs a port, so that the gateway knows where it is")
         return self
@@ -364,6 +431,52 @@ def _split(value: object) -> object:
     return {"mode": value}
 
 
+class Tls(_Strict):
+    """HTTPS of the gateway. Files in PEM; relative ones count from the topology's folder."""
+
+    certificate: str = Field(description="the gateway's certificate, and behind it those that vouch for it")
+    key: str | None = Field(None, description="its private key; null: it stands in the certificate's file")
+    key_password: str | None = Field(None, description="of an encrypted key")
+    client_ca: str | None = Field(
+        None, description="clients must show a certificate that one of this file's vouches for; null: they need none"
+    )
+
+
+_ORIGIN = re.compile(r"https?://[^/\s?#@,*]+|[a-z][a-z0-9+.-]*://[^/\s,*]*|null")
+_TOKEN = re.compile(r"\*|[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+
+
+class Cors(_Strict):
+    """Which websites a browser lets read the gateway's answers."""
+
+    origins: list[str] = Field(default=["*"], description="https://host each, * for any; [] for none")
+    methods: list[str] = Field(default=["*"], description="HTTP methods that pages may use")
+    headers: list[str] = Field(default=["*"], description="headers that pages may send")
+    credentials: bool = Field(False, description="pages may have cookies and such sent along")
+
+    @field_validator("origins")
+    @classmethod
+    def _are_origins(cls, value: list[str]) -> list[str]:
+        for one in value:
+            if one != "*" and _ORIGIN.fullmatch(one) is None:
+                raise ValueError(f"{one!r} is no origin: write https://host or http://host:port, without a path, or *")
+        return value
+
+    @field_validator("methods", "headers")
+    @classmethod
+    def _are_names(cls, value: list[str]) -> list[str]:
+        for one in value:
+            if _TOKEN.fullmatch(one) is None:
+                raise ValueError(f"{one!r} is no name; write one for each entry, or *")
+        return value
+
+    @model_validator(mode="after")
+    def _not_anybody_as_a_visitor(self) -> Cors:
+        if self.credentials and "*" in self.origins:
+            raise ValueError("with credentials any website could act as its visitor: name the origins")
+        return self
+
+
 class Gateway(_Strict):
     """Where clients come in."""
 
@@ -371,7 +484,7 @@ class Gateway(_Strict):
     port: int = Field(8000, ge=0, le=65535, description="0: a free one")
     workers: int = Field(1, ge=1, le=64, description="processes; more when one core cannot render and stream it all")
     api_keys: list[str] = Field(default_factory=list, description="clients must send one of them, if there are any")
-    drain_s: float = Field(30.0, ge=0, description="how long running requests may take after a stop")
+    drain_s: float = Field(30.0, ge=0, le=86400, description="how long running requests may take after a stop")
     continue_answers: bool | None = Field(
         None,
         description="continue an answer that broke off on another engine; null: unless engines have logits processors "
@@ -391,6 +504,8 @@ class Gateway(_Strict):
     allow: list[Steering] = Field(
         default_factory=list, description="what clients may say of how KV is moved: nothing, as it can end an engine"
     )
+    tls: Tls | None = Field(None, description="HTTPS; none unless there is a certificate")
+    cors: Cors = Field(default_factory=Cors, description="which websites may read answers: any, as with `vllm serve`")
     otlp: str | None = Field(
         None, description="URL of an OpenTelemetry collector that takes spans (OTLP); none, unless OTEL_* variables say"
     )
@@ -402,7 +517,7 @@ class Gateway(_Strict):
     @classmethod
     def _collector(cls, value: str | None) -> str | None:
         if value is not None and not is_collector_url(value):
-            raise ValueError("a collector's URL looks like http://host:4318")
+            raise ValueError("a collector's URL looks like http://host:4318, with a port from 1 to 65535")
         return value
 
 
@@ -415,6 +530,25 @@ class Topology(_Strict):
     env: Environment = Field(default_factory=dict, description="environment of every engine")
     tiers: Tiers
     gateway: Gateway = Field(default_factory=Gateway)
+    kv_events: bool = Field(
+        False,
+        description="engines tell the gateway what their prefix caches hold, so that it need not guess; off, as each "
+        "prompt's token ids then travel once more, and are kept by engines for a while",
+    )
+
+    @model_validator(mode="after")
+    def _events_can_be_used(self) -> Topology:
+        if self.kv_events and self.gateway.plane == "text":
+            raise ValueError(
+                "kv_events needs gateway.plane: tokens; on the text plane the gateway knows no token ids to compare"
+            )
+        if not self.kv_events:
+            for tier in TIERS:
+                for engine in (self.tier(tier) or Tier(engines=[])).listed():
+                    given = sorted({"kv_events", "kv_events_port"} & engine.model_fields_set)
+                    if given:
+                        raise ValueError(f"{given[0]} of an engine means nothing without kv_events: true beside tiers")
+        return self
 
     _folder: Path | None = PrivateAttr(default=None)
     _locate: Callable[[Sequence[str | int]], str] | None = PrivateAttr(default=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import socket
@@ -14,6 +15,7 @@ from urllib.parse import urlsplit
 
 from trivet.connectors import CONNECTORS, Connector, Side
 from trivet.errors import MissingPackageError, TopologyError
+from trivet.topology.kv_events import KvEventsAddress, flag_value_of, on_the_network, own_sockets
 from trivet.topology.machine import OLDEST_VLLM, Machine, is_too_old
 from trivet.topology.model import TIERS, Engine, Tier, Topology, flag_names, flag_value
 from trivet.topology.ports import PortBook
@@ -30,6 +32,18 @@ SIM = "sim"
 
 _SIM_CONNECTORS = frozenset({"NixlConnector", "TrivetConnector"})
 """Connectors whose hand-over a simulated engine imitates."""
+
+_OF_A_DEVICE: Mapping[str, str] = {
+    "gpus": "cuda",
+    "cores": "cpu",
+    "tensor_parallel": "cuda",
+    "gpu_memory_utilization": "cuda",
+    "cpu_kv_gib": "cpu",
+}
+"""Fields that share out what a device has, and the device whose engines they are for first of all."""
+
+_TO_LISTEN: Mapping[str, str] = {"zmq": "pyzmq", "msgspec": "msgspec"}
+"""What listening to KV events needs: modules, and the packages that they are in."""
 
 _FIRST_HTTP_PORT = 8100
 _FIRST_KV_PORT = 5600
@@ -66,6 +80,8 @@ class EnginePlan:
     kv_port: int | None = None
     kv_address: str | None = None
     """Where its connector listens for peers, where the gateway must know that."""
+    kv_events: KvEventsAddress | None = None
+    """Where the gateway hears what its prefix cache holds; None if it does not tell."""
     gpus: tuple[int, ...] = ()
     cores: tuple[int, ...] = ()
     settings: tuple[Setting, ...] = ()
@@ -139,6 +155,7 @@ def make_plan(
     machine: Machine | None = None,
     at: str = "local",
     only: str | None = None,
+    running: Sequence[EnginePlan] = (),
 ) -> Plan:
     """Resolves a topology.
 
@@ -148,6 +165,8 @@ def make_plan(
         machine: what runs the engines with ``host: AT``; this machine unless given.
         at: the host whose engines are started from here.
         only: of those, the one engine that is; None for all of them.
+        running: engines that run already. Where the topology leaves the choice, those of the same name keep their
+            ports, cores and GPUs.
 
     Raises:
         TopologyError: it asks for what cannot be on this machine.
@@ -155,12 +174,19 @@ def make_plan(
         PortInUseError: a port it names is taken.
     """
     machine = machine or Machine.here()
-    return _Planner(topology, ports, model, machine, at, only).plan()
+    return _Planner(topology, ports, model, machine, at, only, running).plan()
 
 
 class _Planner:
     def __init__(
-        self, topology: Topology, ports: PortBook, model: str, machine: Machine, at: str, only: str | None
+        self,
+        topology: Topology,
+        ports: PortBook,
+        model: str,
+        machine: Machine,
+        at: str,
+        only: str | None,
+        running: Sequence[EnginePlan],
     ) -> None:
         self._topology = topology
         self._ports = ports
@@ -168,6 +194,7 @@ class _Planner:
         self._machine = machine
         self._at = at
         self._only = only
+        self._running = {one.name: one for one in running if one.started_by == "trivet"}
         self._tokenizer = resolve_tokenizer(topology.model.tokenizer, topology.folder)
         self._notes: list[str] = []
         prefill = topology.tiers.prefill
@@ -198,6 +225,7 @@ class _Planner:
                         entry.device,
                         "someone else",
                         kv_address=entry.engine.kv_address,
+                        kv_events=self._foreign_events(entry),
                         api_key=entry.engine.api_key,
                     )
                 )
@@ -211,6 +239,7 @@ class _Planner:
         else:
             self._check_reach(merged)
         self._check_packages({one.device for one in engines if one.started_by == "trivet"})
+        self._check_listening()
         return Plan(
             topology=self._topology,
             model=self._model,
@@ -240,7 +269,10 @@ class _Planner:
                 if entry.device == SIM:
                     self._check_needs_nothing(entry)
                 if entry.device == "cpu" and entry.gpus:
-                    raise TopologyError(f"{entry.where(self._topology)}: {entry.name}: a CPU engine has no gpus")
+                    raise TopologyError(
+                        f"{entry.where(self._topology, 'gpus')}: {entry.name}: a CPU engine has no gpus",
+                        mend="leave gpus out, or say device: cuda",
+                    )
                 if entry.gpus and len(entry.gpus) != self._ranks(entry):
                     raise TopologyError(
                         f"{entry.where(self._topology)}: {entry.name}: {len(entry.gpus)} GPU(s) for tensor_parallel "
@@ -266,8 +298,17 @@ class _Planner:
             if engine.kv_port:
                 for number in range(count):
                     self._ports.fixed(engine.kv_port + number, entry.bind, f"engine {entry.name} (KV)")
+            if engine.kv_events_port:
+                for events_port in (engine.kv_events_port, engine.kv_events_port + 1):
+                    self._ports.fixed(events_port, "0.0.0.0", f"engine {entry.name} (KV events)")
         for entry, count in here:
             port, kv_port = ports[entry.name]
+            if (before := self._running.get(entry.name)) is not None:
+                if not port and self._ports.keep(before.port):
+                    port = before.port
+                first = before.kv_port
+                if kv_port is None and first and all(self._ports.keep(first + number) for number in range(count)):
+                    kv_port = first if count else None
             port = port or self._ports.free(_FIRST_HTTP_PORT, entry.bind)
             if count and kv_port is None:
                 kv_port = self._ports.free(_FIRST_KV_PORT, entry.bind, count)
@@ -347,6 +388,13 @@ class _Planner:
                 settings[name] = Setting(name, value, reason)
             for name, (value, reason) in kv.env.items():
                 env[name] = Setting(name, value, reason)
+        kv_events = self._events(entry, port, own_flags)
+        if kv_events is not None:
+            # it must listen itself, on what others reach it by
+            listens = on_the_network("*", engine.kv_events_port) if engine.kv_events_port else kv_events
+            settings["kv-events-config"] = Setting(
+                "kv-events-config", flag_value_of(listens), "tells the gateway what its prefix cache holds (kv_events)"
+            )
         if engine.api_key:
             env["VLLM_API_KEY"] = Setting("VLLM_API_KEY", engine.api_key, "its clients must send it; the gateway does")
         given = set(flag_names(own_flags))
@@ -365,6 +413,7 @@ class _Planner:
             port=port,
             kv_port=kv_port,
             kv_address=kv_address,
+            kv_events=kv_events,
             gpus=gpus,
             cores=cores,
             settings=tuple(setting for name, setting in settings.items() if name not in given),
@@ -373,6 +422,56 @@ class _Planner:
             env=tuple(env.values()),
             api_key=engine.api_key,
         )
+
+    def _events(self, entry: _Entry, port: int, own_flags: Sequence[str]) -> KvEventsAddress | None:
+        """Where an engine is to tell what its prefix cache holds, if it can and shall.
+
+        Raises:
+            TopologyError: where is not known here, or its flags say otherwise.
+        """
+        if not self._topology.kv_events:
+            return None
+        names = flag_names(own_flags)
+        where = f"{entry.where(self._topology)}: {entry.name}"
+        if any(name.partition(".")[0] == "kv-events-config" for name in names):
+            raise TopologyError(
+                f"{where}: kv_events sets --kv-events-config, and flags do too", mend="leave one of the two out"
+            )
+        if "no-enable-prefix-caching" in names:
+            self._notes.append(f"{entry.name} keeps no prefix cache, so it has no KV events to tell")
+            return None
+        if (self._number(entry, "data-parallel-size") or 1) > 1:
+            self._notes.append(
+                f"{entry.name} has data-parallel ranks with a cache each, among which vLLM chooses: what it has cached "
+                "is guessed, as without kv_events"
+            )
+            return None
+        if entry.engine.kv_events_port:
+            return on_the_network(entry.advertise, entry.engine.kv_events_port)
+        if entry.engine.host != "local":
+            raise TopologyError(
+                f"{where}: where an engine on another host publishes its KV events is not known here",
+                mend="give it a kv_events_port (that and the next are used), or leave kv_events out",
+            )
+        return own_sockets(port)
+
+    def _foreign_events(self, entry: _Entry) -> KvEventsAddress | None:
+        """Where an engine that someone else started tells what its prefix cache holds, as far as the file says."""
+        told = entry.engine.kv_events
+        if told is not None:
+            return told.endpoint, told.replay
+        if self._topology.kv_events:
+            self._notes.append(f"{entry.name}: where it publishes KV events is not said: what it has cached is guessed")
+        return None
+
+    def _check_listening(self) -> None:
+        """The gateway needs packages of its own to hear engines; they come with vLLM."""
+        if self._topology.kv_events and self._at == "local":
+            for package, name in _TO_LISTEN.items():
+                if not self._machine.has_package(package):
+                    raise MissingPackageError(
+                        f"kv_events needs the package {name}", mend=f"pip install {name}, or leave kv_events out"
+                    )
 
     def _common_settings(self, entry: _Entry, bind: str, port: int, memory: float | None) -> Iterator[Setting]:
         model = self._topology.model
@@ -423,7 +522,11 @@ class _Planner:
                 joined = ",".join(str(core) for core in cores)
                 bound = _bound(cores, self._ranks(entry))
                 put("VLLM_CPU_OMP_THREADS_BIND", bound, "its own cores, so that tiers do not slow each other")
-                put("TRIVET_CPU_CORES", joined, "keeps NIXL from pinning every engine to the host's last core")
+                put(
+                    "TRIVET_CPU_CORES",
+                    joined,
+                    "leaves these cores to the work: no polling, no pinning to the last core",
+                )
             if "enforce-eager" not in {name.removeprefix("no-") for name in flag_names(own_flags)}:
                 put("TORCHDYNAMO_DISABLE", "1", "else the first log-probabilities wait 20 s for a compiler")
         else:
@@ -451,6 +554,12 @@ class _Planner:
                         mend=f"usable are {', '.join(map(str, self._machine.cores))}",
                     )
                 claimed[core] = entry.name
+        named = frozenset(claimed)
+        for entry in here:
+            before = self._running.get(entry.name)
+            if entry.name not in shares and before is not None and self._may_stay(before.cores, named):
+                shares[entry.name] = before.cores
+                claimed |= dict.fromkeys(before.cores, entry.name)
         rest = [e for e in here if e.name not in shares]
         strangers = [e.name for e in entries if e.engine.url is not None and e.is_near and e.device == "cpu"]
         if strangers and rest:
@@ -483,22 +592,26 @@ class _Planner:
                 self._notes.append(f"{entry.name}: {ranks} ranks share {len(cores)} core(s): they slow each other")
         return shares
 
+    def _may_stay(self, cores: Sequence[int], named: frozenset[int]) -> bool:
+        """Whether an engine that runs on these cores may stay there, as nobody else names one of them."""
+        return bool(cores) and named.isdisjoint(cores) and set(cores) <= set(self._machine.cores)
+
     def _share_gpus(self, entries: Sequence[_Entry]) -> dict[str, tuple[int, ...]]:
         """GPU indices for each CUDA engine: those it names, else the next ones that no engine has named."""
         cuda = [e for e in entries if e.device == "cuda" and e.engine.url is None]
         shares = {e.name: tuple(e.gpus) for e in cuda if e.gpus}
-        next_free: dict[str, int] = defaultdict(int)
+        taken: dict[str, set[int]] = defaultdict(set)
         for entry in cuda:
-            if entry.name in shares:
-                continue
-            host = entry.engine.host
-            named = {gpu for e in cuda if e.engine.host == host for gpu in e.gpus or ()}
-            picked: list[int] = []
-            while len(picked) < self._ranks(entry):
-                if next_free[host] not in named:
-                    picked.append(next_free[host])
-                next_free[host] += 1
-            shares[entry.name] = tuple(picked)
+            taken[entry.engine.host].update(entry.gpus or ())
+        stays = {e.name: before.gpus for e in cuda if (before := self._stays(e, shares, taken)) is not None}
+        shares |= stays
+        for entry in cuda:
+            taken[entry.engine.host].update(stays.get(entry.name, ()))
+        for entry in cuda:
+            if entry.name not in shares:
+                picked = self._free_gpus(entry, taken[entry.engine.host])
+                shares[entry.name] = picked
+                taken[entry.engine.host].update(picked)
         for entry in cuda:
             missing = [gpu for gpu in shares[entry.name] if gpu >= self._machine.gpus]
             if missing and entry.engine.host == self._at:
@@ -508,6 +621,28 @@ class _Planner:
                     mend="name GPUs that exist (engines may share one), or fewer engines, or device: cpu",
                 )
         return shares
+
+    def _stays(
+        self, entry: _Entry, shares: Mapping[str, tuple[int, ...]], taken: Mapping[str, set[int]]
+    ) -> EnginePlan | None:
+        """What runs of an engine, if it can stay on its GPUs: they are as many as it needs, and nobody names them."""
+        before = self._running.get(entry.name)
+        if before is None or entry.name in shares or before.host != entry.engine.host:
+            return None
+        fits = len(before.gpus) == self._ranks(entry) and taken[before.host].isdisjoint(before.gpus)
+        return before if fits else None
+
+    def _free_gpus(self, entry: _Entry, taken: set[int]) -> tuple[int, ...]:
+        """The next GPUs of its host; those that another engine still runs on only if there are no others."""
+        host, count = entry.engine.host, self._ranks(entry)
+        others = (one for one in self._running.values() if one.host == host and one.name != entry.name)
+        held = {gpu for one in others for gpu in one.gpus}
+        free = tuple(itertools.islice((gpu for gpu in range(self._machine.gpus) if gpu not in taken | held), count))
+        return (
+            free
+            if held and len(free) == count
+            else tuple(itertools.islice((gpu for gpu in itertools.count() if gpu not in taken), count))
+        )
 
     def _share_gpu_memory(
         self, entries: Sequence[_Entry], gpus: Mapping[str, tuple[int, ...]]
@@ -548,17 +683,11 @@ class _Planner:
 
     def _check_needs_nothing(self, entry: _Entry) -> None:
         """A simulated engine has nothing that such fields could share out."""
-        given = {
-            "gpus": entry.gpus,
-            "cores": entry.cores,
-            "tensor_parallel": entry.tensor_parallel,
-            "gpu_memory_utilization": entry.gpu_memory_utilization,
-        }
-        for name, value in given.items():
-            if value:
+        for name, device in _OF_A_DEVICE.items():
+            if getattr(entry.engine, name) is not None or getattr(entry.tier_model, name) is not None:
                 raise TopologyError(
-                    f"{entry.where(self._topology)}: {entry.name}: {name} means nothing to a simulated engine",
-                    mend=f"leave {name} out, or device: sim",
+                    f"{entry.where(self._topology, name)}: {entry.name}: {name} means nothing to a simulated engine",
+                    mend=f"leave {name} out, or say device: {device} instead of device: sim",
                 )
 
     def _check_simulated(self, entries: Sequence[_Entry]) -> None:
@@ -577,7 +706,7 @@ class _Planner:
         """KV is copied byte for byte: what shapes it must be the same on every engine of a pair."""
         ours = [one for one in engines if one.started_by != "someone else"]
         paired = [one for one in ours if one.tier in ("prefill", "decode")]
-        for name in _SHAPES_OF_KV:
+        for name in SHAPES_OF_KV:
             # how long a prompt may be is checked once, at render: it must hold wherever the request goes
             values = {one.name: one.effective(name) for one in (ours if name == "max-model-len" else paired)}
             if len(set(values.values())) > 1:
@@ -726,8 +855,13 @@ class _Entry:
     def cpu_kv_gib(self) -> int:
         return self.engine.cpu_kv_gib or self.tier_model.cpu_kv_gib or 1
 
-    def where(self, topology: Topology) -> str:
-        return topology.where("tiers", self.tier, "engines", self.number)
+    def where(self, topology: Topology, field: str | None = None) -> str:
+        """Where it stands in the file, or one of its fields, which may be its tier's."""
+        if field is None:
+            return topology.where("tiers", self.tier, "engines", self.number)
+        if getattr(self.engine, field) is None:
+            return topology.where("tiers", self.tier, field)
+        return topology.where("tiers", self.tier, "engines", self.number, field)
 
 
 _TWO_SIDES = 2
@@ -763,7 +897,8 @@ _ALONE = 0.9
 _MAX_LOGPROBS = 20
 """vLLM's default."""
 
-_SHAPES_OF_KV = ("block-size", "dtype", "kv-cache-dtype", "max-model-len")
+SHAPES_OF_KV = ("block-size", "dtype", "kv-cache-dtype", "max-model-len")
+"""Flags that must be the same on all engines that hand over to each other."""
 
 _MANY_TOKENS = "a long prompt in as few passes as fit: prefill is bound by compute"
 _FEW_TOKENS = "a prompt that decode must compute itself stalls running answers only for this many tokens"
@@ -823,23 +958,23 @@ def resolve_tokenizer(name: str | None, at: Path | None) -> str | None:
     return str(candidate.resolve()) if candidate.is_dir() else name
 
 
-def resolve_model(name: str, at: Path | None = None) -> str:
+def resolve_model(name: str, at: Path | None = None, where: str | None = None) -> str:
     """The model as engines are given it: a folder as an absolute path, a hub name as it is.
 
     Args:
         at: the folder that a relative path is relative to (the topology file's).
+        where: ``file:line`` of the name, for messages.
 
     Raises:
         TopologyError: it looks like a path and is not a model's folder.
     """
+    field = "model.name" if where is None else f"{where}: model.name"
     path = Path(name).expanduser()
     candidate = path if path.is_absolute() or at is None else at / path
     if candidate.is_dir():
         if not (candidate / "config.json").is_file():
-            raise TopologyError(
-                f"model.name: {candidate} has no config.json", mend="give a Hugging Face model's folder"
-            )
+            raise TopologyError(f"{field}: {candidate} has no config.json", mend="give a Hugging Face model's folder")
         return str(candidate.resolve())
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise TopologyError(f"model.name: there is no folder {candidate}", mend="give a folder or a hub name")
+        raise TopologyError(f"{field}: there is no folder {candidate}", mend="give a folder or a hub name")
     return name

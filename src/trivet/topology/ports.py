@@ -8,6 +8,7 @@ import fcntl
 import os
 import socket
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from trivet.errors import PortInUseError
@@ -23,7 +24,37 @@ class PortBook:
         """
         self._lock = lock
         self._taken: set[int] = set()
-        self._locks: list[int] = []
+        self._locks: dict[int, int] = {}
+        """Descriptors of the locks, by port."""
+        self._ours: frozenset[int] = frozenset()
+
+    def again(self) -> PortBook:
+        """A book to plan with anew, while what was planned with this one runs.
+
+        A port of this book can be had there by its number, whoever listens now, and is not handed out as a free one.
+        Close that book, or have this one ``adopt`` it.
+        """
+        book = PortBook(lock=self._lock)
+        book._ours = frozenset(self._taken)
+        return book
+
+    def adopt(self, book: PortBook, *, whole: bool) -> None:
+        """Holds what another book, made by ``again``, has handed out.
+
+        Args:
+            whole: nothing but that is needed any more; the other ports are given back.
+        """
+        self._locks |= book._locks
+        book._locks = {}
+        self._taken = set(book._taken) if whole else self._taken | book._taken
+        self._give_back([port for port in self._locks if port not in self._taken])
+
+    def keep(self, port: int) -> bool:
+        """Takes a port that the book has which this one was made of; whether it could be had."""
+        if port not in self._ours or port in self._taken:
+            return False
+        self._taken.add(port)
+        return True
 
     def set_aside(self, port: int) -> None:
         """Keeps a port for the gateway, which binds it itself and listens only once it can serve.
@@ -31,7 +62,7 @@ class PortBook:
         Raises:
             PortInUseError: another Trivet has it.
         """
-        if port and not self._hold(port):
+        if port and port not in self._ours and not self._hold(port):
             raise PortInUseError(
                 f"port {port} for the gateway is in use by another Trivet",
                 mend="give another: --port N, or gateway.port in the topology (0: a free one)",
@@ -46,7 +77,7 @@ class PortBook:
         """
         if port in self._taken:
             raise PortInUseError(f"port {port} is wanted twice, the second time for {what}", mend="give another port")
-        if self._lock and not (self._hold(port) and is_free(port, host)):
+        if self._lock and port not in self._ours and not (self._hold(port) and is_free(port, host)):
             raise PortInUseError(f"port {port} for {what} is in use", mend="stop what uses it, or give another port")
         self._taken.add(port)
         return port
@@ -56,23 +87,25 @@ class PortBook:
         first = start
         while first + count <= 65536:
             block = range(first, first + count)
-            held = len(self._locks)
-            if all(port not in self._taken and is_free(port, host) and self._hold(port) for port in block):
+            if all(self._is_unused(port, host) and self._hold(port) for port in block):
                 self._taken.update(block)
                 return first
-            self._give_back(held)
+            self._give_back([port for port in block if port not in self._taken])
             first += 1
         raise PortInUseError(f"no {count} free port(s) from {start} up", mend="give ports in the topology")
 
     def close(self) -> None:
         """Gives the ports back."""
-        self._give_back(0)
+        self._give_back(list(self._locks))
 
-    def _give_back(self, kept: int) -> None:
-        for descriptor in self._locks[kept:]:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
-        del self._locks[kept:]
+    def _is_unused(self, port: int, host: str) -> bool:
+        return port not in self._taken and port not in self._ours and is_free(port, host)
+
+    def _give_back(self, ports: Iterable[int]) -> None:
+        for port in ports:
+            if (descriptor := self._locks.pop(port, None)) is not None:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
 
     def _hold(self, port: int) -> bool:
         if not self._lock:
@@ -90,7 +123,7 @@ class PortBook:
         except OSError:
             os.close(descriptor)
             return False
-        self._locks.append(descriptor)
+        self._locks[port] = descriptor
         return True
 
 

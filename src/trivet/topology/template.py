@@ -39,7 +39,6 @@ tiers:
     #   - name: decode-b      # on another host (NixlConnector): run `trivet engine decode-b FILE` there
     #     host: node-2
     #     port: 8100
-    #     kv_port: 5600
     #   - url: http://10.0.0.7:8000   # started by someone else
   # mixed:                    # engines that do both, for what is served colocated
   #   replicas: 1

@@ -1,0 +1,31 @@
+"""Certificates that vouch for themselves, made by the ``openssl`` command."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+
+def write_certificate(folder: Path, name: str = "own") -> tuple[Path, Path]:
+    """A certificate and its key in PEM; it names no address of this machine."""
+    certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
+    kind = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    subprocess.run(
+        [
+            "openssl",
+            "req",
+            "-x509",
+            *kind,
+            "-keyout",
+            key,
+            "-out",
+            certificate,
+            "-days",
+            "2",
+            "-subj",
+            "/CN=gateway.test",
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return certificate, key
