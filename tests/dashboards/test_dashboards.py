@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from trivet.gateway.metrics import GatewayMetrics, Gauges
 from trivet.journal import GenerationRecord, RequestRecord
 from trivet.routing.engines import Engines, EngineView
+from trivet.routing.held import Held
 from trivet.sim.pool import BlockPool
 from trivet.sim.settings import SimSettings
 from trivet.sim.stats import Stats
@@ -31,11 +32,12 @@ Samples = dict[str, set[str]]
 
 def gateways() -> Samples:
     """What a gateway exposes when it has served a request."""
-    metrics, engines, owner = GatewayMetrics(), Engines(), RequestRecord("r", "/v1/completions", arrived_s=1.0)
+    metrics, engines, owner = GatewayMetrics(Held()), Engines(), RequestRecord("r", "/v1/completions", arrived_s=1.0)
     engines.update([EngineView("p", "prefill", "http://p", True), EngineView("d", "decode", "http://d", True)])
     stamps = {"prefill_start_s": 2.0, "prefill_end_s": 3.0, "decode_start_s": 2.0, "decode_first_s": 3.5}
     record = GenerationRecord("g", 9, 2.0, True, True, split_reason="long_prompt", prefill_engine="p", **stamps)
     record.decode_engine, record.first_token_s, record.end_s = "d", 3.0, 4.0
+    record.cache_known_by = "guess"
     for tokens in (1, 2, 5):
         record.gaps.note(tokens)
     metrics.ended(record, owner)

@@ -211,6 +211,7 @@ async def test_the_facts_of_an_engine(tmp_path):
             "api_key": None,
             "aborts": False,
             "kv_address": None,
+            "kv_events": None,
         }
 
 
