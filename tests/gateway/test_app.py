@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import hmac
 import json
 import random
@@ -27,6 +26,7 @@ from helpers.engines import (
     token_request,
     whole,
 )
+from helpers.garbage import collect
 from helpers.processes import holds
 from trivet.connectors import NixlConnector
 from trivet.gateway import app as app_module
@@ -129,7 +129,7 @@ async def gateway(*views: EngineView, connector=None, **more: Any) -> AsyncItera
     gauges = app.gauges()
     assert (gauges.generations, gauges.requests_running, gauges.requests_waiting, gauges.releases_pending) == (0,) * 4
     assert [task for task in asyncio.all_tasks() - before if "trivet" in str(task.get_coro())] == []
-    gc.collect()
+    collect()
     assert faults == []  # exceptions that nobody retrieved
 
 

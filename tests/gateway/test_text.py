@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -27,6 +26,7 @@ from helpers.engines import (
     sse,
     streaming,
 )
+from helpers.garbage import collect
 from trivet.connectors import NixlConnector
 from trivet.gateway.app import GENERATING, GatewayApp
 from trivet.gateway.metrics import GatewayMetrics
@@ -85,7 +85,7 @@ async def gateway(
         assert [one.name for one in views.all() if views.outstanding_tokens(one.name)] == []
         await asyncio.sleep(0)
     assert [one for one in asyncio.all_tasks() - before if "trivet" in str(one.get_coro())] == []
-    gc.collect()
+    collect()
     assert faults == []
 
 

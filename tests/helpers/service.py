@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 
 import pytest
 
 from helpers.engines import FakeEngine, listening, speaking, token_request, whole
+from helpers.garbage import collect
 from trivet.connectors import NixlConnector
 from trivet.journal import GenerationRecord, RequestRecord, current_request
 from trivet.legs.life import Legs
@@ -88,7 +88,7 @@ async def serving(
         assert not any(views._watchers.values())
         left = [one for one in asyncio.all_tasks() - before if "trivet" in str(one.get_coro())]
         assert left == []
-    gc.collect()
+    collect()
     assert faults == []
 
 

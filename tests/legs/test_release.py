@@ -1,12 +1,12 @@
 """What a generation leaves at engines, ended in the background; when it is left: ``test_life``."""
 
 import asyncio
-import gc
 from dataclasses import replace
 
 import pytest
 
 from helpers.engines import HANDED_OVER, WAIT_S
+from helpers.garbage import collect
 from helpers.processes import holds
 from trivet.connectors import NixlConnector
 from trivet.legs import release
@@ -60,7 +60,7 @@ async def releases():
     yield one
     await one.close()
     assert (one.pending, one._tasks) == (0, set())
-    gc.collect()
+    collect()
     assert faults == []
 
 
