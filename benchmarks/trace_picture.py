@@ -95,7 +95,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--transfer", type=int, default=5, help="which one, from 0: the first ones join the engines")
     options = parser.parse_args()
-    options.out.write_text(picture(transfer_of(events_of(options.trace), options.transfer)))
+    try:
+        events = events_of(options.trace)
+    except OSError as error:
+        parser.error(f"{options.trace}: {error.strerror}")
+    there = len({event["args"]["transfer"] for event in events if "transfer" in event.get("args", {})})
+    if not 0 <= options.transfer < there:
+        parser.error(f"{options.trace} has {there} transfers; choose one with --transfer, from 0")
+    options.out.write_text(picture(transfer_of(events, options.transfer)))
 
 
 if __name__ == "__main__":

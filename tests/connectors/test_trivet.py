@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from trivet.connectors import CONNECTORS, Side, TrivetConnector, connector
+from trivet.connectors.options import MOVER_DEVICES
 
 TRIVET = TrivetConnector()
 
@@ -128,3 +129,31 @@ def test_where_an_engine_listens_is_no_option():
     """It differs from engine to engine."""
     with pytest.raises(ValueError, match="no option 'address' \\(an engine's kv_address says where it listens\\)"):
         TRIVET.check_options({"address": "unix:/mine"})
+
+
+@pytest.mark.parametrize(
+    ("device", "movers", "fits"),
+    [
+        ("cpu", [], True),
+        ("cpu", ["shm"], True),
+        ("cpu", ["cuda_p2p", "shm"], True),
+        ("cpu", ["cuda_p2p", "pinned"], False),
+        ("cuda", ["shm"], False),
+        ("cuda", ["pinned"], True),
+        ("cuda", ["shm", "cuda_p2p"], True),
+    ],
+)
+def test_one_of_the_movers_must_run_where_the_engine_does(device, movers, fits):
+    options = {"movers": movers} if movers else {}
+    if fits:
+        TRIVET.check_device(device, options)
+        return
+    with pytest.raises(ValueError, match=rf"^none of its movers .* runs on {device}; there it has \w+") as caught:
+        TRIVET.check_device(device, options)
+    assert str(caught.value).endswith("shm" if device == "cpu" else "cuda_p2p, pinned")
+
+
+def test_what_movers_run_on_is_what_they_say():
+    from trivet.transfer.movers import MOVERS
+
+    assert {name: mover.devices for name, mover in MOVERS.items()} == MOVER_DEVICES

@@ -13,7 +13,7 @@ import pytest
 
 from helpers.processes import WAIT_S, below, children_of, holds, left_of, lives, pids_in, state_of
 from trivet.fleet import process as process_module
-from trivet.fleet.process import GuardedProcess, lost, tail
+from trivet.fleet.process import GuardedProcess, cause, lost, tail
 
 TITLED = """
 import ctypes, os, sys, time
@@ -278,3 +278,44 @@ def test_a_tail_is_text_whatever_the_log_holds(tmp_path, content, expected):
 
 def test_a_log_that_is_not_there_says_so(tmp_path):
     assert tail(tmp_path / "log") == f"({tmp_path / 'log'}: No such file or directory)"
+
+
+# why an engine ended
+
+OUTER = """
+(APIServer pid=1) Traceback (most recent call last):
+(APIServer pid=1)   File "core_client.py", line 12, in wait
+(APIServer pid=1)     raise RuntimeError(
+(APIServer pid=1) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        (
+            "(EngineCore pid=2) ERROR ValueError: TrivetConnector: no mover runs on cpu" + OUTER,
+            "TrivetConnector: no mover",
+        ),
+        (
+            "ValueError: first\n(Worker pid=3) torch.OutOfMemoryError: CUDA out of memory." + OUTER,
+            "CUDA out of memory.",
+        ),
+        ("Exception: WorkerProc initialization failed due to one: x\n" + OUTER, "WorkerProc initialization failed"),
+        ("usage: vllm serve\nvllm: error: argument --dtype: invalid choice: 'x'\n", "argument --dtype: invalid choice"),
+        ("INFO all is well\nERRORS: 3 of them\nError:\n", None),
+        (OUTER, None),
+        ("", None),
+        ("ValueError: " + "x" * 5000, "x" * 300 + " ..."),
+        ("\n" * 2**21 + "ValueError: far down\nlast", "far down"),
+    ],
+)
+def test_an_engines_log_says_why_it_ended(tmp_path, log, said):
+    (tmp_path / "log").write_text(log)
+    found = cause(tmp_path / "log")
+    assert found is None if said is None else found.startswith(said)
+    assert found is None or "\n" not in found
+
+
+def test_a_log_that_cannot_be_read_says_nothing(tmp_path):
+    assert cause(tmp_path / "none") is None

@@ -896,3 +896,39 @@ def test_more_engines_than_a_gateway_can_count_are_refused(count, is_refused):
         "the topology has 257 engines; one gateway serves at most 256 -> make it two services, each with a topology of "
         "its own"
     )
+
+
+@pytest.mark.parametrize(
+    ("tiers", "said"),
+    [
+        ("{prefill: {gpus: [0, 1]}, decode: {gpus: [2]}}", "prefill-0 has 2, decode-0 has 1"),
+        ("{prefill: {gpus: [0]}, decode: {gpus: [1, 2], tensor_parallel: 2}}", "prefill-0 has 1, decode-0 has 2"),
+        (
+            "{prefill: {gpus: [0, 1], flags: {pipeline-parallel-size: 2}}, decode: {gpus: [2]}}",
+            "--pipeline-parallel-size",
+        ),
+        ("{prefill: {gpus: [0]}, decode: {gpus: [2, 3], flags: [--data-parallel-size, '2']}}", "--data-parallel-size"),
+    ],
+)
+def test_ranks_that_meet_one_to_one_are_as_many(tiers, said):
+    told = refusal(f"tiers: {tiers}\nkv: {{connector: TrivetConnector}}\n", gpu(4))
+    assert said in told
+    assert "TrivetConnector" in told
+    assert "NixlConnector" in told.partition(" -> ")[2]
+
+
+def test_ranks_are_as_many_on_mixed_engines_or_with_another_connector_as_one_likes():
+    pair = "prefill: {gpus: [0]}, decode: {gpus: [1]}, mixed: {gpus: [2, 3]}"
+    assert plan_of(f"tiers: {{{pair}}}\nkv: {{connector: TrivetConnector}}\n", gpu(4))
+    assert plan_of("tiers: {prefill: {gpus: [0, 1]}, decode: {gpus: [2]}}", gpu(4))
+
+
+@pytest.mark.parametrize(
+    ("machine", "movers", "there"), [(cpu(), "cuda_p2p, pinned", "shm"), (gpu(), "shm", "cuda_p2p")]
+)
+def test_movers_that_no_engine_there_has_are_refused(machine, movers, there):
+    text = f"{SPLIT}\nkv: {{connector: TrivetConnector, options: {{movers: [{movers}]}}}}\n"
+    told = refusal(text, machine)
+    assert f"none of its movers ({movers}) runs on" in told
+    assert f"there it has {there}" in told
+    assert "leave movers out" in told

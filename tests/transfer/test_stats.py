@@ -158,3 +158,9 @@ def test_metrics_of_each_engine_are_its_own(metrics):
     assert value("vllm:trivet_kv_bytes_total", "0", mover="shm") is None
     metrics.observe({})
     assert value("vllm:trivet_kv_expired_total", "0") == 0
+
+
+def test_what_alerts_look_for_is_there_before_it_happens(metrics):
+    for engine in ("0", "1"):
+        for name in ("staging_waits", "recomputed_tokens", "expired"):
+            assert value(f"vllm:trivet_kv_{name}_total", engine) == 0

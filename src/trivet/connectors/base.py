@@ -99,6 +99,22 @@ class Connector(Protocol):
         """How many consecutive ports an engine with ``ranks`` data-parallel ranks listens on beside HTTP."""
         ...
 
+    @property
+    def rank_to_rank(self) -> bool:
+        """Whether each rank of prefill hands over to the same rank of decode, so that both must have as many.
+
+        Tensor-parallel ranks only: there are neither pipeline stages nor data-parallel ranks within an engine.
+        """
+        ...
+
+    def check_device(self, device: str, options: Mapping[str, Any]) -> None:
+        """Looks at ``kv.options`` for an engine on ``device``.
+
+        Raises:
+            ValueError: an engine there could not start with them, said in one line.
+        """
+        ...
+
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Looks at ``kv.options`` of a topology.
 

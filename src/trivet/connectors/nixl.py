@@ -28,6 +28,7 @@ class NixlConnector:
     legs_start_together = False
     released_at = Side.DECODE
     one_host = False
+    rank_to_rank = False
     bytes_metric = "vllm:nixl_bytes_transferred_sum"
 
     def needs(self, device: str) -> Sequence[Need]:
@@ -38,6 +39,9 @@ class NixlConnector:
     def ports(self, ranks: int) -> int:
         """One side channel for each data-parallel rank: vLLM listens on the port plus the rank."""
         return ranks
+
+    def check_device(self, device: str, options: Mapping[str, Any]) -> None:
+        """Its options suit every device."""
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Nothing: they are vLLM's and NIXL's to know."""

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-MOVERS = ("shm", "cuda_p2p", "pinned")
-"""What KV can travel by, as the option ``movers`` names it."""
+MOVER_DEVICES = {"shm": frozenset({"cpu"}), "cuda_p2p": frozenset({"cuda"}), "pinned": frozenset({"cuda"})}
+MOVERS = tuple(MOVER_DEVICES)
+"""What KV can travel by, as the option ``movers`` names it, and between engines on which devices."""
 
 
 @dataclass(frozen=True, slots=True)

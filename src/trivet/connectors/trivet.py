@@ -15,7 +15,7 @@ from typing import Any
 
 from trivet.connectors.address import default_address
 from trivet.connectors.base import EngineSettings, Need, Side
-from trivet.connectors.options import Options
+from trivet.connectors.options import MOVER_DEVICES, MOVERS, Options
 
 
 class TrivetConnector:
@@ -28,6 +28,7 @@ class TrivetConnector:
     legs_start_together = True
     released_at = Side.PREFILL
     one_host = True
+    rank_to_rank = True
     bytes_metric = "vllm:trivet_kv_bytes_total"
 
     def needs(self, device: str) -> Sequence[Need]:  # noqa: ARG002  (the protocol names it)
@@ -37,6 +38,13 @@ class TrivetConnector:
     def ports(self, ranks: int) -> int:  # noqa: ARG002  (the protocol names it)
         """None: it listens on a Unix socket."""
         return 0
+
+    def check_device(self, device: str, options: Mapping[str, Any]) -> None:
+        """See ``Connector``."""
+        movers = Options.of(options).movers
+        if movers and not any(device in MOVER_DEVICES[name] for name in movers):
+            suitable = ", ".join(name for name in MOVERS if device in MOVER_DEVICES[name])
+            raise ValueError(f"none of its movers ({', '.join(movers)}) runs on {device}; there it has {suitable}")
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """See ``Connector``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
 from collections import deque
@@ -166,6 +167,33 @@ def _children_of(pid: int) -> list[int]:
     except OSError:
         return []
     return [int(child) for child in text.split()]
+
+
+_CAUSE = re.compile(r"(?:^|[\s.])(?:\w*(?:Error|Exception)|error): (?P<said>\S.*)")
+_NO_CAUSE = (
+    "Engine core initialization failed",
+    "Engine process failed to start",
+    "cancelled",
+    "Worker failed with error",
+)
+"""How vLLM's outer processes say that an inner one has ended; the inner one has said why, further up."""
+_SEARCHED = 2**20
+_LONGEST = 300
+
+
+def cause(log: Path) -> str | None:
+    """What an engine's log says last of why it ended: the message of its innermost error, in one line."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _SEARCHED))
+            lines = file.read().decode("utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        if (found := _CAUSE.search(line)) and not found["said"].startswith(_NO_CAUSE):
+            said = found["said"].strip()
+            return said if len(said) <= _LONGEST else f"{said[:_LONGEST]} ..."
+    return None
 
 
 def tail(log: Path, lines: int = 15) -> str:

@@ -15,7 +15,7 @@ import aiohttp
 
 from trivet.errors import EngineFailedError
 from trivet.fleet import probe
-from trivet.fleet.process import GuardedProcess, how_it_ended, lost, tail
+from trivet.fleet.process import GuardedProcess, cause, how_it_ended, lost, tail
 from trivet.topology.machine import OLDEST_VLLM, is_too_old
 from trivet.topology.plan import EnginePlan, Plan
 
@@ -290,8 +290,9 @@ class Fleet:
             if status.parts:
                 return
             if not status.stays:
+                why = cause(status.log)
                 raise EngineFailedError(
-                    f"engine {status.plan.name} {problem}",
+                    f"engine {status.plan.name} {problem}{f': {why}' if why else ''}",
                     mend=f"its log is {status.log}",
                     detail=tail(status.log),
                 )

@@ -234,6 +234,8 @@ class _Planner:
                     self._started(entry, cores.get(name, ()), gpus.get(name, ()), memory.get(name), *ports[name])
                 )
         self._check_equal(engines)
+        if self._connector and self._connector.rank_to_rank:
+            self._check_ranks(merged, self._connector)
         if self._connector and self._connector.one_host:
             self._check_one_host(merged, self._connector)
         else:
@@ -266,6 +268,8 @@ class _Planner:
                 if entry.engine.url is not None:
                     yield entry
                     continue
+                if tier_name != "mixed" and self._connector and entry.device != SIM:
+                    self._check_movers(entry, self._connector)
                 if entry.device == SIM:
                     self._check_needs_nothing(entry)
                 if entry.device == "cpu" and entry.gpus:
@@ -726,6 +730,34 @@ class _Planner:
                     f"({entry.advertise}), but {away[0]} is not on it and must read its KV",
                     mend=f"give {entry.name} a bind address, and an advertise name that the other host knows",
                 )
+
+    def _check_movers(self, entry: _Entry, connector: Connector) -> None:
+        try:
+            connector.check_device(entry.device, self._topology.kv.options)
+        except ValueError as error:
+            raise TopologyError(
+                f"{self._topology.where('kv')}: {connector.name} of {entry.name}: {error}",
+                mend="name one of those in kv: {options: {movers: [...]}}, or leave movers out",
+            ) from None
+
+    def _check_ranks(self, entries: Sequence[_Entry], connector: Connector) -> None:
+        """A connector whose ranks meet one to one must find as many of them on both sides of each pair."""
+        started = [one for one in entries if one.tier != "mixed" and one.engine.url is None]
+        for entry in started:
+            for flag in ("pipeline-parallel-size", "data-parallel-size"):
+                if (self._number(entry, flag) or 1) > 1:
+                    where = f"{entry.where(self._topology)}: {entry.name}"
+                    raise TopologyError(
+                        f"{where}: {connector.name} does not hand over with --{flag}",
+                        mend="use tensor_parallel, more engines, or kv: {connector: NixlConnector}",
+                    )
+        parts = {one.name: self._tensor_parallel(one) for one in started}
+        if len(set(parts.values())) > 1:
+            told = ", ".join(f"{name} has {count}" for name, count in parts.items())
+            raise TopologyError(
+                f"{self._topology.where('tiers')}: {connector.name} hands over from rank to rank, and {told}",
+                mend="give prefill and decode as many GPUs (tensor_parallel), or kv: {connector: NixlConnector}",
+            )
 
     def _check_one_host(self, entries: Sequence[_Entry], connector: Connector) -> None:
         """A connector that stays within a host must find both ends of each pair there, under addresses we know."""

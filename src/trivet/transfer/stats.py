@@ -161,6 +161,9 @@ class TransferMetrics(KVConnectorPromMetrics):
             "vllm:trivet_kv_expired", "Transfers whose lease ended before a decode engine took them.", labelnames
         )
         self._pairs = gauge("vllm:trivet_kv_peers", "Peers joined since the start, by mover.", by_mover)
+        for labels in self.per_engine_labelvalues.values():
+            for one in (self._waits, self._recomputed, self._expired):
+                one.labels(*labels)  # 0 from the start: an alert must see the first of them as a rise
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """See ``KVConnectorPromMetrics``."""
