@@ -61,7 +61,8 @@ def nameless(value: Any) -> Any:
         return {name: nameless(one) for name, one in value.items() if name not in OF_EACH_REQUEST}
     if isinstance(value, list):
         return [nameless(one) for one in value]
-    return value
+    # a leg of a response has its id in the body
+    return re.sub(r"<dict of \d+ items>", "<dict>", value) if isinstance(value, str) else value
 
 
 def events(answer: Answer) -> list[dict]:
@@ -126,7 +127,7 @@ def check(parity: Parity, case: Case) -> Answer:
         "a conversation": response(
             input=[
                 {"role": "user", "content": PROMPT},
-                {"role": "assistant", "content": [{"type": "output_text", "text": "I see."}]},
+                {"role": "assistant", "content": "I see."},
                 {"role": "user", "content": [{"type": "input_text", "text": "Go on."}]},
             ]
         ),
