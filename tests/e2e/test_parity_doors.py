@@ -101,7 +101,8 @@ def _kind(event: dict) -> tuple:
 def _append(before: dict, event: dict) -> None:
     if isinstance(event["delta"], str):
         before["delta"] += event["delta"]
-        before["logprobs"] = [*(before.get("logprobs") or ()), *(event.get("logprobs") or ())]
+        if "logprobs" in before or "logprobs" in event:
+            before["logprobs"] = [*(before.get("logprobs") or ()), *(event.get("logprobs") or ())]
         return
     for name, value in event["delta"].items():
         if name != "type":

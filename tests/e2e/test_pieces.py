@@ -140,5 +140,7 @@ def test_kv_that_does_not_fit_into_the_staging_waits(deployment, conftest):
         assert tokens_of(answer) == tokens_of(
             conftest.post(f"{deployment.plain_url}/v1/completions", conftest.salted(body))
         )
+    # an engine tells with a step's output what its connector has counted, also behind its last step
+    assert conftest.post(url, conftest.salted(body_of(40)))[0] == 200
     assert deployment.metrics("prefill").values[waits] > before[0]
     assert failures(deployment) == before[1]
