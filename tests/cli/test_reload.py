@@ -2,6 +2,9 @@
 
 import asyncio
 import contextlib
+import errno
+import importlib
+import io
 import json
 import os
 import pty
@@ -9,12 +12,18 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
-from helpers.processes import lives, until
-from trivet.cli.up import reload_signals
+from helpers.processes import holds, lives, until
+from trivet.cli.common import Progress
+from trivet.cli.up import _reload_on, reload_signals
+from trivet.errors import TrivetError
+from trivet.gateway.service import Event, process_start
 
+reload_module = importlib.import_module("trivet.cli.reload")
 WAIT_S = 60.0
 FILE = """\
 model: {name: sim-model}
@@ -99,6 +108,12 @@ def test_a_service_is_reloaded(trivet, tmp_path):
         )
         assert service.reload_file()["number"] == before["number"] + 1
 
+        text = service.file.read_text()
+        service.file.write_text(text.replace("sim-model", "~nosuchuser/m"))
+        done = trivet("reload")
+        assert (done.status, done.err.count("\n")) == (2, 1)
+        assert done.err.startswith(f"trivet: reload refused: {service.file}:1: model.name: ~nosuchuser/m: ")
+
         service.file.unlink()
         done = trivet("reload")
         assert (done.status, done.err.count("\n")) == (2, 1)
@@ -115,6 +130,65 @@ def test_a_service_is_reloaded(trivet, tmp_path):
         service.line("stopped")
         assert service.process.wait(WAIT_S) == 0
         assert service.process.stderr.read() == ""
+        assert not (service.run_dir() / "reload.json").exists()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_service_that_says_nothing_is_not_waited_for_for_ever(tmp_path, monkeypatch, ends):
+    monkeypatch.setenv("TRIVET_STATE", str(tmp_path))
+    monkeypatch.setattr(reload_module, "_SILENCE_S", 0.3)
+    with subprocess.Popen(
+        ["sleep", "600"] if ends else ["sh", "-c", "trap '' HUP; echo; exec sleep 600"], stdout=-1
+    ) as one:
+        if not ends:
+            one.stdout.read(1)
+        record = {"pid": one.pid, "url": "http://h", "run_dir": str(tmp_path), "started": process_start(one.pid)}
+        (tmp_path / "last.json").write_text(json.dumps(record))
+        (tmp_path / "reload.json").write_text(json.dumps({"number": 0, "state": "none", "told": ""}))
+        with pytest.raises(TrivetError) as caught:
+            reload_module.reload()
+        one.kill()
+    assert caught.value.problem == (
+        "the service at http://h ended while it was reloaded"
+        if ends
+        else "the service at http://h has not been heard of for 0 s while it was reloaded"
+    )
+
+
+async def test_a_fault_does_not_end_reloading():
+    asked, noted = [], []
+
+    class Faulty:
+        plan = SimpleNamespace(notes=())
+
+        def note(self, _):
+            pass
+
+        def log_fault(self, what):
+            noted.append(what)
+
+        async def reload(self, *_):
+            asked.append(1)
+            raise OSError("no")
+
+    wish = asyncio.Event()
+    task = asyncio.create_task(_reload_on(wish, Faulty(), None))
+    for number in (1, 2):
+        wish.set()
+        await holds(lambda number=number: len(noted) == number, WAIT_S)
+    task.cancel()
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_console_that_cannot_be_written_to_is_no_fault(number):
+    class Broken(io.StringIO):
+        def write(self, _):
+            raise OSError(number, "no")
+
+    console = Console(file=Broken())
+    Progress(console).event(Event("a", "ready", "x"))
+    assert console.quiet == (number == errno.EIO)
 
 
 def test_a_signal_while_it_starts_is_for_afterwards(trivet, tmp_path):

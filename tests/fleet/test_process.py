@@ -13,7 +13,7 @@ import pytest
 
 from helpers.processes import WAIT_S, below, children_of, holds, left_of, lives, pids_in, state_of
 from trivet.fleet import process as process_module
-from trivet.fleet.process import GuardedProcess, cause, lost, tail
+from trivet.fleet.process import GuardedProcess, cause, how_it_ended, lost, tail
 
 TITLED = """
 import ctypes, os, sys, time
@@ -315,6 +315,33 @@ def test_an_engines_log_says_why_it_ended(tmp_path, log, said):
     found = cause(tmp_path / "log")
     assert found is None if said is None else found.startswith(said)
     assert found is None or "\n" not in found
+
+
+@pytest.mark.parametrize(("script", "said"), [("kill -9 $$", None), ("echo 'ValueError: new'; kill -9 $$", "new")])
+async def test_what_another_life_said_is_no_cause(log, script, said):
+    log.parent.mkdir()
+    log.write_text("ValueError: old\n")
+    process = await GuardedProcess.start(shell(script), {}, log)
+    assert how_it_ended(await process.wait()) == "was ended by signal 9"
+    assert cause(log, process.log_begins) == said
+    assert cause(log, 10**6) == (said or "old"), "of a log that was cut short, all that is there"
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (0, "ended with exit status 0"),
+        (1, "ended with exit status 1"),
+        (128, "ended with exit status 128"),
+        (137, "was ended by signal 9"),
+        (-9, "was ended by signal 9"),
+        (192, "was ended by signal 64"),
+        (193, "ended with exit status 193"),
+        (255, "ended with exit status 255"),
+    ],
+)
+def test_how_it_ended_is_told_in_words(status, said):
+    assert how_it_ended(status) == said
 
 
 def test_a_log_that_cannot_be_read_says_nothing(tmp_path):

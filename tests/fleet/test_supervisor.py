@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from contextlib import asynccontextmanager, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -756,25 +756,30 @@ async def test_an_engine_joins_a_fleet_that_serves(tmp_path):
     assert left_of(second.noted("starts")) == []
 
 
-async def test_engines_of_which_one_cannot_join_do_not_join(tmp_path):
+async def test_engines_of_which_one_cannot_join_are_there_until_they_part(tmp_path):
+    """Those that are ready may have something running."""
     first, good = FakeEngine(tmp_path, "decode-0"), FakeEngine(tmp_path, "decode-1")
     bad = FakeEngine(tmp_path, "decode-2", start=3)
     async with fleet_of(tmp_path, first) as fleet:
         await fleet.start()
         with pytest.raises(EngineFailedError, match=r"^engine decode-2 ended with exit status 3 -> its log is "):
             await asyncio.wait_for(fleet.join([good.plan, bad.plan]), WAIT_S)
+        assert list(fleet.engines) == ["decode-0", "decode-1", "decode-2"]
+        assert left_of([good.pid], within_s=0) == [good.pid]
+        await fleet.part(["decode-1", "decode-2"])
         assert list(fleet.engines) == ["decode-0"]
         assert left_of([*good.noted("starts"), *bad.noted("starts")]) == []
         assert len(first.noted("starts")) == 1
 
 
 async def test_an_engine_of_someone_else_that_never_comes_does_not_join(tmp_path, monkeypatch):
-    monkeypatch.setattr(supervisor, "_START_LIMIT_S", 0.3)
     plan = EnginePlan("mixed-1", "mixed", f"http://127.0.0.1:{unused_port()}", "cuda", "someone else")
     async with fleet_of(tmp_path, FakeEngine(tmp_path)) as fleet:
         await fleet.start()
+        monkeypatch.setattr(supervisor, "_START_LIMIT_S", 0.3)
         with pytest.raises(EngineFailedError, match=r"^engine mixed-1 was not ready after 0 s -> is it running there"):
             await asyncio.wait_for(fleet.join([plan]), WAIT_S)
+        await fleet.part(["mixed-1"])
         assert list(fleet.engines) == ["mixed-0"]
 
 
@@ -798,6 +803,21 @@ async def test_an_engine_that_leaves_runs_until_it_parts(tmp_path):
         assert list(fleet.engines) == ["decode-0"]
         assert len(going.noted("ends")) == 1, "it could end by itself"
         assert left_of([going.pid]) == []
+
+
+async def test_an_engine_that_leaves_may_stay_after_all(tmp_path):
+    engine = FakeEngine(tmp_path)
+    async with fleet_of(tmp_path, engine) as fleet:
+        await fleet.start()
+        fleet.leave("mixed-0", "it goes")
+        assert fleet.stay(engine.plan)
+        facts = fleet.engines["mixed-0"].facts()
+        assert (facts["state"], facts["problem"], facts["restarts"]) == ("ready", None, 0)
+        os.kill(engine.pid, signal.SIGKILL)  # it is as it was, so that it is started again
+        await fleet.said(State.READY, times=3)
+        assert not fleet.stay(replace(engine.plan, port=1)), "this is another one"
+        await fleet.part(["mixed-0"])
+        assert not fleet.stay(engine.plan)
 
 
 async def test_an_engine_that_ends_while_it_leaves_is_not_started_again(tmp_path):

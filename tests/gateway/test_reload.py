@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from helpers.processes import children_of, holds, left_of
-from trivet.errors import TrivetError
+from trivet.errors import EngineFailedError, TrivetError
 from trivet.fleet import supervisor
 from trivet.gateway import service as service_module
 from trivet.gateway.reload import Reload
@@ -298,6 +298,105 @@ async def test_an_engine_that_never_comes_up_is_given_up_for_what_is_newer(tmp_p
             1, "failed", "nowhere did not come up before the file was to be read again, so nothing was changed"
         )
         assert list(live.service.fleet.engines) == ["prefill-0", "first"]
+
+
+async def test_a_replacement_that_does_not_come_up_is_given_up_for_what_is_newer(tmp_path):
+    async with serving(tmp_path, topology(FIRST, SECOND)) as live:
+        newer = asyncio.Event()
+        plans = live.replan(topology(FIRST, "{name: second, url: 'http://127.0.0.1:1'}"))
+        reloading = asyncio.create_task(live.service.reload(plans, newer))
+        await holds(lambda: live.of("second")[-1].startswith("waiting"), WAIT_S)
+        newer.set()
+        async with asyncio.timeout(WAIT_S):
+            reload = await reloading
+        assert reload == Reload(
+            1,
+            "failed",
+            "second did not come up before the file was to be read again, so second is started again as before",
+        )
+        await holds(lambda: live.service.fleet.engines["second"].state == "ready", WAIT_S)
+        assert live.service.fleet.engines["second"].plan.own_flags == ("--step-ms", "20")
+
+
+async def test_nothing_leaves_when_the_file_is_to_be_read_again(tmp_path):
+    async with serving(tmp_path, topology(FIRST)) as live:
+        pid, newer = live.pid("first"), asyncio.Event()
+        newer.set()
+        reload = await live.service.reload(live.replan(topology(FIRST.replace("20", "5"))), newer)
+        assert reload == Reload(
+            1, "failed", "the file is to be read again before this: first is replaced, so nothing was changed"
+        )
+        assert live.pid("first") == pid
+
+
+@pytest.mark.parametrize("why", ["a sibling fails", "newer"])
+async def test_a_new_engine_that_serves_already_is_drained_when_it_does_not_stay(tmp_path, monkeypatch, why):
+    texts, fails, health = await expected(16), asyncio.Event(), supervisor.probe.health
+
+    async def failing(session: aiohttp.ClientSession, url: str) -> object:
+        if fails.is_set() and url == "http://127.0.0.1:1":
+            raise EngineFailedError("nowhere has failed")
+        return await health(session, url)
+
+    monkeypatch.setattr(supervisor.probe, "health", failing)
+    async with serving(tmp_path, topology(FIRST)) as live:
+        newer = asyncio.Event()
+        nowhere = "{name: nowhere, url: 'http://127.0.0.1:1'}"
+        plans = live.replan(topology(FIRST, SECOND, nowhere))
+        reloading = asyncio.create_task(live.service.reload(plans, newer))
+        await holds(lambda: "second" in live.service.fleet.engines, WAIT_S)
+        await live.all_say(lambda status: any(one["name"] == "second" and one["ready"] for one in status["engines"]))
+        running = await live.streams(16)
+        assert live.legs("second") > 0
+        (newer if why == "newer" else fails).set()
+        async with asyncio.timeout(WAIT_S):
+            reload = await reloading
+        assert reload.state == "failed"
+        assert reload.told == (
+            "second, nowhere did not come up before the file was to be read again, so nothing was changed"
+            if why == "newer"
+            else "nowhere has failed, so nothing was changed"
+        )
+        assert "leaving it goes again: the reload that brought it has failed" in live.of("second")
+        assert not [one for one in live.of("second") if "leg(s)" in one]
+        assert list(live.service.fleet.engines) == ["prefill-0", "first"]
+        assert await asyncio.gather(*running) == texts
+        listed = json.loads(await live.get("/trivet/requests?limit=100"))["requests"]
+        assert {one["attempts"] for request in listed for one in request["generations"]} == {1}
+
+
+@pytest.mark.parametrize("where", ["join", "_drained"])
+async def test_an_unforeseen_fault_is_taken_back(tmp_path, monkeypatch, where):
+    async with serving(tmp_path, topology(FIRST, SECOND)) as live:
+        pids = {name: live.pid(name) for name in ("prefill-0", "first", "second")}
+
+        async def fails(*_: object) -> None:
+            raise OSError(24, "Too many open files")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(live.service.fleet if where == "join" else live.service, where, fails)
+            reload = await live.reload(topology(FIRST, SECOND.replace("20", "5")))
+        assert reload.state == "failed"
+        assert reload.told.startswith("OSError: [Errno 24] Too many open files, so ")
+        await holds(lambda: live.service.fleet.engines["second"].state == "ready", WAIT_S)
+        assert live.service.fleet.engines["second"].plan.own_flags == ("--step-ms", "20")
+        assert (live.pid("second") == pids["second"]) == (where == "_drained")
+        assert (live.pid("first"), live.pid("prefill-0")) == (pids["first"], pids["prefill-0"])
+        assert "Too many open files" in (tmp_path / "run" / "faults.log").read_text()
+        assert (await live.reload(topology(FIRST))).state == "done"
+
+
+async def test_a_plan_that_fails_as_nobody_foresaw_is_refused(tmp_path):
+    async with serving(tmp_path, topology(FIRST)) as live:
+
+        def replan(_: Plan) -> Plan:
+            raise RuntimeError("two\nlines")
+
+        told = f"RuntimeError: two lines -> see {tmp_path / 'run' / 'faults.log'}"
+        assert (await live.service.reload(replan)) == Reload(1, "refused", told)
+        assert "Traceback" in (tmp_path / "run" / "faults.log").read_text()
+        assert (await live.reload(topology(FIRST))).state == "done"
+    assert not (tmp_path / "run" / "reload.json").exists(), "it can be reloaded no more"
 
 
 async def test_an_engine_of_someone_else_comes_and_goes(tmp_path):

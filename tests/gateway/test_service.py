@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import asynccontextmanager, closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,19 @@ from helpers.processes import holds, left_of, lives
 from trivet.connectors import NixlConnector
 from trivet.errors import EngineFailedError, PortInUseError, TrivetError
 from trivet.gateway import service as service_module
-from trivet.gateway.service import Event, Service, _bind, _Worker, last_certificate, last_url, new_run_dir, state_dir
+from trivet.gateway.service import (
+    Event,
+    LastService,
+    Service,
+    _bind,
+    _Worker,
+    last_certificate,
+    last_service,
+    last_url,
+    new_run_dir,
+    process_start,
+    state_dir,
+)
 from trivet.routing.board import Board, Count
 from trivet.topology import EnginePlan, Plan, parse_topology
 
@@ -187,6 +200,62 @@ def test_a_service_that_runs_is_found(state):
     state.mkdir()
     (state / "last.json").write_text(json.dumps({"pid": os.getpid(), "url": "http://127.0.0.1:8000"}))
     assert last_url() == "http://127.0.0.1:8000"
+
+
+def test_a_process_that_has_a_services_number_is_not_the_service(state):
+    state.mkdir()
+    known = {"pid": os.getpid(), "url": "http://127.0.0.1:8000", "started": process_start(os.getpid())}
+    (state / "last.json").write_text(json.dumps(known))
+    assert last_url() == "http://127.0.0.1:8000"
+    assert last_service().started == known["started"]
+    (state / "last.json").write_text(json.dumps(known | {"started": f"{known['started']}0"}))
+    assert last_url() is None
+    assert last_service() is None
+
+
+def test_a_process_that_has_ended_has_no_start():
+    assert process_start(ended_pid()) is None
+    with subprocess.Popen(["sleep", "600"]) as process:
+        assert process_start(process.pid)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert process_start(process.pid) is None, "it is a zombie"
+
+
+def test_a_signal_is_for_the_service_only(tmp_path, monkeypatch):
+    with subprocess.Popen(["sleep", "600"]) as process:
+        service = LastService(process.pid, "http://h", tmp_path, process_start(process.pid))
+        for started in (None, process_start(os.getpid())):
+            with pytest.raises(TrivetError, match=r"^the service at http://h has ended -> trivet up FILE$"):
+                replace(service, started=started).hang_up()
+        assert lives(process.pid)
+
+        def forbidden(*_: Any) -> None:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(signal, "pidfd_send_signal", forbidden)
+            with pytest.raises(TrivetError, match=r"is another user's -> reload it as that user$"):
+                service.hang_up()
+        service.hang_up()
+        assert process.wait(WAIT_S) == -signal.SIGHUP
+    with pytest.raises(TrivetError, match=r"^the service at http://h has ended"):
+        service.hang_up()
+
+
+def test_who_observes_may_raise(tmp_path):
+    said = []
+
+    def observe(event: Event) -> None:
+        said.append(event)
+        raise OSError(errno.EIO, "Input/output error")
+
+    service = Service(plan_of(), tmp_path, observe)
+    service._socket.close()
+    for _ in range(2):
+        service._observe(Event("a", "ready"))
+    assert said == [Event("a", "ready")] * 2
+    assert (tmp_path / "faults.log").read_text().count("Traceback") == 1, "it is told once"
 
 
 def test_its_certificate_is_found_with_it(state):

@@ -1,12 +1,15 @@
 """Lines of a worker that no logger wrote."""
 
+import asyncio
 import json
+import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trivet.gateway.strays import Strays
+from trivet.gateway.strays import Strays, keep
 
 CHAINED = """Traceback (most recent call last):
   File "a.py", line 1, in f
@@ -83,3 +86,15 @@ def test_a_line_without_an_end_does_not_grow_for_ever():
     lines = told(*[b"x" * 10_000] * 20)
     assert sum(len(line["message"]) for line in lines) == 200_000
     assert len(lines) > 1
+
+
+async def test_a_full_disk_does_not_fail_who_prints():
+    read, write = os.pipe()
+
+    def prints() -> None:
+        with os.fdopen(write, "wb", 0) as pipe:  # more than a pipe takes unread; nobody who reads: BrokenPipeError
+            for _ in range(100):
+                pipe.write(b"x" * 10_000 + b"\n")
+            pipe.write(b"and a last one")
+
+    await asyncio.gather(keep(read, Path("/dev/full")), asyncio.to_thread(prints))

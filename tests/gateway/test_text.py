@@ -334,6 +334,18 @@ async def test_a_clients_content_type_reaches_engines():
     assert [call.headers["Content-Type"] for call in (*p.calls, *d.calls)] == ["application/json; charset=utf-8"] * 2
 
 
+@pytest.mark.parametrize("path", [*GENERATING, "/tokenize", "/v1/chat/completions/render", "/v1/messages/count_tokens"])
+async def test_a_body_without_a_type_is_refused_as_vllm_does_and_reaches_no_engine(path):
+    """A browser lets any page send it, without asking the gateway first."""
+    p, d = prefill(), decode()
+    async with gateway(p, d) as one:
+        response = await one.client.post(path, content=json.dumps(HELLO).encode())
+    assert "content-type" not in response.request.headers
+    assert (response.status_code, p.calls, d.calls) == (400, [], [])
+    said = "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
+    assert response.json()["error"]["message"] == said
+
+
 async def test_an_error_is_the_engines_whole_answer():
     said = {"error": {"message": "no", "code": 400}, "hint": {"a": 1}}
     async with gateway(decode(json_answer(said, 400)), connector=None) as one:
@@ -366,7 +378,8 @@ class Client:
         self._news = asyncio.Condition()
         self._leaving = asyncio.Event()
         self._messages = [{"type": "http.request", "body": body, "more_body": False}]
-        scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b""}
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": CHAT, "headers": headers, "query_string": b""}
         self.served = asyncio.create_task(one.app(scope, self._receive, self._send))
 
     @property
@@ -458,9 +471,8 @@ async def test_a_server_that_gives_up_leaves_nothing():
 async def test_other_requests_are_passed_on_as_they_are(method, path):
     m = FakeEngine("mixed-0", "mixed", raw_answer(b'{"a": 1}', 418, "application/json", Allow="x", Server="engine"))
     async with listening(m), gateway(EngineView("mixed-0", "mixed", m.url, True, api_key="secret")) as one:
-        response = await one.client.request(
-            method, f"{path}?a=b%20c", content=b"body", headers={"accept": "a/b", "cookie": "c=d", "x-tenant": "t"}
-        )
+        headers = {"accept": "a/b", "cookie": "c=d", "x-tenant": "t", "content-type": "application/json"}
+        response = await one.client.request(method, f"{path}?a=b%20c", content=b"body", headers=headers)
     assert (response.status_code, response.content) == (418, b'{"a": 1}')
     assert (response.headers["allow"], "server" in response.headers) == ("x", False)
     call = m.calls[0]
@@ -619,6 +631,14 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_of_its_protocol(path,
     assert (told["type"], "decode-0: broke off" in told["error"]["message"]) == ("error", True)
     if path == "/v1/responses":
         assert told["sequence_number"] == 8
+
+
+async def test_an_error_in_a_stream_of_messages_keeps_its_type():
+    first = b'event: content_block_delta\ndata: {"type":"content_block_delta","delta":{"text":"a"}}\n\n'
+    async with gateway(decode(streaming(first, asyncio.Event())), connector=None) as one:
+        response = await one.post("/v1/messages", HELLO | {"stream": True, "max_tokens": 9}, x_trivet_deadline_s="0.5")
+    assert response.content.startswith(first + b"event: error\n")
+    assert json.loads(response.content.rpartition(b"data: ")[2])["error"]["type"] == "timeout_error"
 
 
 async def test_a_response_of_which_nothing_was_said_is_begun_anew():

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 import uvicorn
 
-from helpers.certificates import write_certificate
+from helpers.certificates import write_certificate, write_signed
 from trivet.errors import TopologyError
 from trivet.gateway.tls import TlsFiles, tls_files, trusting
 from trivet.surface.http import answer
@@ -119,6 +119,28 @@ async def test_https_is_served_and_its_certificate_can_be_trusted_alone(files):
         for context in (trusting(files / "other.pem"), ssl.create_default_context()):
             with pytest.raises(aiohttp.ClientConnectorCertificateError):
                 await client.get(url, ssl=context)
+
+
+async def test_another_certificate_of_the_same_authority_is_not_trusted(tmp_path):
+    authority = write_certificate(tmp_path, "authority")
+    for name in ("mine", "others"):
+        write_signed(tmp_path, authority, name)
+    known = trusting(tmp_path / "mine.pem")
+    async with aiohttp.ClientSession() as client:
+        async with (
+            served(tls_files(topology(tmp_path, certificate="mine.pem", key="mine.key"))) as url,
+            client.get(url, ssl=known) as reply,
+        ):
+            assert reply.status == 200
+        async with served(tls_files(topology(tmp_path, certificate="others.pem", key="others.key"))) as url:
+            with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                await client.get(url, ssl=known)
+
+
+@pytest.mark.parametrize("name", ["words.pem", "broken.pem", "none.pem", "own.key"])
+def test_a_file_without_a_certificate_makes_nobody_trusted(files, name):
+    with pytest.raises(OSError, match=r"\w"):
+        trusting(files / name)
 
 
 async def test_clients_may_have_to_show_a_certificate(files):

@@ -29,3 +29,15 @@ def write_certificate(folder: Path, name: str = "own") -> tuple[Path, Path]:
         capture_output=True,
     )
     return certificate, key
+
+
+def write_signed(folder: Path, authority: tuple[Path, Path], name: str) -> tuple[Path, Path]:
+    """A certificate that another one vouches for, with that one behind it in its file, and its key."""
+    certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
+    kind = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    signed = ("-CA", authority[0], "-CAkey", authority[1], "-subj", f"/CN={name}.test", "-days", "2")
+    plain = ("-addext", "basicConstraints=critical,CA:FALSE")
+    command = ["openssl", "req", "-x509", *kind, "-keyout", key, "-out", certificate, *signed, *plain]
+    subprocess.run(command, check=True, capture_output=True)
+    certificate.write_text(certificate.read_text() + authority[0].read_text())
+    return certificate, key

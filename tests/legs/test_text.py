@@ -378,7 +378,8 @@ async def test_a_whole_answer_is_passed_on_byte_for_byte(engine, leg):
     content = (
         b'{ "choices" : [{"finish_reason": "stop", "x": 1e0}],\n"usage": {"prompt_tokens": 9, "completion_tokens": 4}}'
     )
-    engine.replies = [raw_answer(content, kind="application/json", Warning="199 - x", Server="engine")]
+    cors = {"Access-Control-Allow-Origin": "*", "Access-Control-Allow-Credentials": "true", "Set-Cookie": "a=b"}
+    engine.replies = [raw_answer(content, kind="application/json", Warning="199 - x", Server="engine", **cors)]
     (only,) = await decoded(ask_of(), leg(), {"remote_port": 1}, cached=3)
     assert (only.body, only.tokens, only.finish_reason) == (content, 4, "stop")
     assert only.usage == Usage(9, 4, None)

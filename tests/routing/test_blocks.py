@@ -168,35 +168,59 @@ def test_what_makes_no_sense_is_refused(stored, error):
     assert not len(cache.blocks)
 
 
-prompts = st.lists(st.integers(0, 1), min_size=1, max_size=3)
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=4)
 """Which of two runs of tokens stands at each place: prompts that share beginnings."""
 
 
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["store", "remove"]), prompts, st.integers(0, 11)), max_size=60))
-def test_as_a_cache_that_is_walked_from_the_beginning(steps):
-    cache, copies = Cache(), {}
+def ids_of(prompt) -> list[int]:
+    return [1000 * one + number for place, one in enumerate(prompt) for number in range(place * 64, place * 64 + 64)]
 
-    def ids(prompt):
-        return [
-            1000 * one + number for place, one in enumerate(prompt) for number in range(place * 64, place * 64 + 64)
-        ]
+
+def shared(one, other) -> int:
+    """How many tokens of whole chunks two prompts have in common at their beginnings."""
+    alike = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
+    return (min(len(one), len(other)) if alike is None else alike) // CHUNK_TOKENS * CHUNK_TOKENS
+
+
+@pytest.mark.parametrize("size", [16, 48, 128])
+@settings(deadline=None)
+@given(steps=st.lists(st.tuples(st.sampled_from(["store", "remove"]), prompts, st.integers(0, 15)), max_size=60))
+def test_as_a_cache_that_is_walked_from_the_beginning(size, steps):
+    cache, copies, seen = Cache(), {}, set()
+
+    def found_of(prompt) -> list[int]:
+        """The tokens of a prompt that are there, in whole chunks."""
+        walked = names(ids_of(prompt), size)
+        blocks = next((at for at, name in enumerate(walked) if not copies.get(name)), len(walked))
+        return ids_of(prompt)[: blocks * size // CHUNK_TOKENS * CHUNK_TOKENS]
 
     for what, prompt, block in steps:
-        made = names(ids(prompt), 16)
+        seen.add(tuple(prompt))
+        made = names(ids_of(prompt), size)
+        if not made:
+            continue
         if what == "store":
             # as an engine: what it does not find, it computes and stores
             found = next((at for at, name in enumerate(made) if not copies.get(name)), len(made))
             if found < len(made):
-                store(cache, ids(prompt), start=found)
+                store(cache, ids_of(prompt), size, start=found)
                 for name in made[found:]:
                     copies[name] = copies.get(name, 0) + 1
         elif copies.get(name := made[min(block, len(made) - 1)]):
             copies[name] -= 1
             cache.blocks.remove([name])
         for asked in ([0, 0, 0], [0, 1, 0], [1, 1, 1], prompt):
-            walked = names(ids(asked), 16)
-            blocks = next((at for at, name in enumerate(walked) if not copies.get(name)), len(walked))
-            assert cache.tokens(ids(asked)) == blocks * 16 // 64 * 64
+            # a chunk is there if it is in anything that is, also in a block that goes on differently
+            assert cache.tokens(ids_of(asked)) == max(shared(found_of(one), ids_of(asked)) for one in seen)
     cache.blocks.remove([name for name, count in copies.items() for _ in range(count)])
     assert (cache.found, len(cache.blocks)) == (set(), 0), "nothing is kept of what is gone"
+
+
+@pytest.mark.parametrize(("size", "prompts"), [(128, ([0, 0], [0, 1])), (48, ([0, 0], [0, 1]))])
+def test_a_chunk_that_two_blocks_share_is_there_as_long_as_one_of_them(size, prompts):
+    cache = Cache()
+    one, other = (store(cache, ids_of(prompt), size, start=0) for prompt in prompts)
+    cache.blocks.remove(one[-1:])
+    assert cache.tokens(ids_of(prompts[1])) >= CHUNK_TOKENS
+    cache.blocks.remove(other[-1:])
+    assert cache.found == set()

@@ -11,10 +11,12 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import pytest
+import zmq
 
+from helpers.processes import holds
 from helpers.sim_client import Client
 from trivet.routing.blocks import Blocks
-from trivet.routing.events import Mirror, Subscriber, UnusableError
+from trivet.routing.events import Mirror, Subscriber, UnusableError, _Subscription
 from trivet.routing.held import Held
 from trivet.routing.prefixes import Chain, Prefix
 from trivet.sim import SimEngine, SimSettings
@@ -90,6 +92,7 @@ def test_blocks_elsewhere_than_on_the_device_are_passed_over():
         ({**STORED, "token_ids": "abc"}, 0, "cannot be read"),
         ({**STORED, "token_ids": [1]}, 0, "1 blocks of 64 tokens in 1 tokens"),
         ({**STORED, "token_ids": [-1] * 64}, 0, "make no sense"),
+        ({**STORED, "extra_keys": []}, 0, "make no sense"),
         ({**STORED, "block_hashes": [1, 2, 3], "token_ids": [1] * 192}, 0, "more than 2 blocks"),
     ],
 )
@@ -295,10 +298,64 @@ async def test_what_cannot_be_used_is_said_once_and_left_alone(tmp_path, caplog)
         await one.until((0, True))
 
 
+@contextlib.asynccontextmanager
+async def two(folder: Path) -> AsyncIterator[tuple[Scene, Scene]]:
+    """A scene whose subscriber hears two engines, and the other engine's: it reads what the first one hears."""
+    for name in ("a", "b"):
+        (folder / name).mkdir()
+    async with scene(folder / "a") as one, scene(folder / "b") as other:
+        other.held = one.held
+        yield one, other
+
+
+def named(other: Scene):
+    return replace(other.sim.view(), name="other", slot=4)
+
+
+async def test_an_odd_event_of_one_engine_keeps_nobody_from_hearing_another(tmp_path, caplog):
+    async with two(tmp_path) as (one, other):
+        one.subscriber.update([one.view, named(other)])
+        await one.until((0, True))
+        one.sim.events._note({**STORED, "extra_keys": []})
+        await one.until(None)
+        await other.ask(640)
+        deadline = time.monotonic() + WAIT_S
+        while (told := one.held.told(prefix(641), named(other))) is None or told.known.tokens != 640:
+            assert time.monotonic() < deadline, told
+            await asyncio.sleep(0.01)
+        assert "KV events of sim are not used: they make no sense" in "\n".join(caplog.messages)
+        assert "other" not in "\n".join(caplog.messages)
+
+
+async def test_a_socket_that_fails_ends_one_subscription_which_begins_again_later(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("trivet.routing.events._ANEW_S", 0.2)
+    tick, failing = _Subscription.tick, True
+
+    def ticking(self, now_s):
+        if failing and self.view.name == "sim":
+            raise zmq.ZMQError(24, "Too many open files")
+        tick(self, now_s)
+
+    monkeypatch.setattr(_Subscription, "tick", ticking)
+    async with two(tmp_path) as (one, other):
+        one.subscriber.update([one.view, named(other)])
+        deadline = time.monotonic() + WAIT_S
+        while one.held.told(prefix(641), named(other)) is None:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        assert one.tokens(641) is None
+        await asyncio.sleep(0.6)  # it has been tried more than once
+        (line,) = caplog.messages
+        assert line.startswith("KV events of sim are not used: ZMQError: Too many open files")
+        failing = False
+        await one.until((0, True))
+
+
 async def test_an_address_that_is_none_is_said_once(tmp_path, caplog):
     async with scene(tmp_path) as one:
         one.subscriber.update([replace(one.view, kv_events=("tcp://nobody", "tcp://nobody"))])
-        await asyncio.sleep(0.5)
+        await holds(lambda: caplog.messages)
+        await asyncio.sleep(0.5)  # time for a second one
         (line,) = caplog.messages
         assert line.startswith("KV events of sim are not used: nothing can be reached at ('tcp://nobody'")
 

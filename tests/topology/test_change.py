@@ -242,6 +242,63 @@ def test_what_is_not_an_engine_is_refused_by_name(old, new, told):
     assert refusal(PAIR, PAIR.replace(old, new)) == told
 
 
+ANOTHER_KV = "cannot change while the service runs: KV of an engine that has the new value is another than that"
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "revision: abc",
+        "quantization: fp8",
+        "hf-overrides: '{\"rope_theta\": 1}'",
+        "hf-overrides.rope_theta: 1",
+        "load-format: dummy",
+        "rope-scaling: x",
+        "rope_theta: 7",
+    ],
+)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("gateway:", "flags: {FLAG}\ngateway:"),
+        ("  decode:", "  decode: {flags: {FLAG}}"),
+        ("  prefill:", "  prefill: {engines: [{}, {flags: {FLAG}}]}"),
+    ],
+    ids=["topology", "tier", "engine"],
+)
+def test_what_makes_other_kv_is_refused_by_name(flag, old, new):
+    name = flag.split(":")[0].replace("_", "-")
+    after = PAIR.replace(old, new.replace("FLAG", flag))
+    assert refusal(PAIR, after).startswith(f"--{name} {ANOTHER_KV}")
+    if old == "gateway:":
+        assert refusal(after, PAIR).startswith(f"--{name} {ANOTHER_KV}")
+
+
+def test_an_engine_that_was_unlike_the_others_may_go():
+    before = PAIR.replace("  prefill:", "  prefill: {engines: [{}, {flags: {load-format: dummy}}]}")
+    check_same_service(*both(before, PAIR, gpu()))
+
+
+def test_what_makes_other_kv_may_change_where_nobody_hands_over():
+    text = "tiers: {mixed: }\ngateway: {plane: text}\n"
+    check_same_service(*both(text, text + "flags: {quantization: fp8}\n", gpu()))
+
+
+@pytest.mark.parametrize("connector", ["TrivetConnector", "NixlConnector"])
+def test_ranks_that_meet_one_to_one_cannot_be_more(connector):
+    before = PAIR.replace("TrivetConnector", connector)
+    after = before.replace("prefill:", "prefill: {tensor_parallel: 2}").replace(
+        "decode:", "decode: {tensor_parallel: 2}"
+    )
+    if connector == "TrivetConnector":
+        assert refusal(before, after) == (
+            "the number of tensor-parallel ranks cannot change while the service runs: TrivetConnector hands over from "
+            "rank to rank"
+        )
+    else:
+        check_same_service(*both(before, after, gpu()))
+
+
 def test_a_gateway_without_connector_gets_none():
     before = "tiers: {mixed: }\n"
     assert refusal(before, "tiers: {mixed: , prefill: , decode: }\n").startswith(

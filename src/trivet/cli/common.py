@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from trivet import __version__
-from trivet.errors import TrivetError
+from trivet.errors import TopologyError, TrivetError
 from trivet.gateway.service import Event
 from trivet.topology import Plan, Topology, load_topology, make_plan, parse_topology
 from trivet.topology.plan import resolve_model
@@ -68,7 +69,13 @@ def read_topology(path: Path | None) -> Topology:
 def model_folder(topology: Topology, *, make: bool = True) -> str:
     """What engines are given as their model; the demo's is made if need be."""
     if topology.model.name != "demo":
-        return resolve_model(topology.model.name, topology.folder, topology.where("model", "name"))
+        where = topology.where("model", "name")
+        try:
+            return resolve_model(topology.model.name, topology.folder, where)
+        except RuntimeError as error:  # ~nobody
+            raise TopologyError(
+                f"{where}: model.name: {topology.model.name}: {error}", mend="give a folder or a hub name"
+            ) from None
     from trivet.demo.model import demo_model_path, ensure_demo_model
 
     if not make:
@@ -91,6 +98,15 @@ def open_plan(
         ports.close()
 
 
+def say(console: Console, text: str, *, soft_wrap: bool = True) -> None:
+    """Prints a line while a service runs, which goes on where it cannot: its terminal is gone, a disk is full."""
+    try:
+        console.print(text, soft_wrap=soft_wrap)
+    except OSError as error:
+        if error.errno == errno.EIO:
+            console.quiet = True
+
+
 class Progress:
     """Prints what happens while a service starts, and that it still does when nothing happens for a while."""
 
@@ -107,11 +123,14 @@ class Progress:
         style = {"ready": "green", "failed": "bold red"}.get(event.state, "dim")
         clock = f"{time.monotonic() - self._started_s:5.0f} s"
         detail = f"  [dim]{escape(event.detail)}[/]" if event.detail else ""
-        self._console.print(f"[dim]{clock}[/]  {escape(event.subject):<12} [{style}]{event.state}[/]{detail}")
+        self._print(f"[dim]{clock}[/]  {escape(event.subject):<12} [{style}]{event.state}[/]{detail}")
 
     def still(self) -> None:
         """Says what is being waited for."""
         waiting = [name for name, state in self._states.items() if state in ("starting", "waiting")]
         if waiting:
             clock = f"{time.monotonic() - self._started_s:5.0f} s"
-            self._console.print(f"[dim]{clock}  still starting: {', '.join(waiting)}[/]")
+            self._print(f"[dim]{clock}  still starting: {', '.join(waiting)}[/]")
+
+    def _print(self, text: str) -> None:
+        say(self._console, text, soft_wrap=False)

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from trivet.cli.common import Progress, TopologyArgument, err, out
+from trivet.cli.common import Progress, TopologyArgument, err, out, say
 from trivet.cli.plan_file import PlanFile
 from trivet.gateway.reload import Reload
 from trivet.gateway.service import Service, new_run_dir
@@ -36,24 +36,21 @@ def up(
 
 def _tell_notes(notes: Iterable[str]) -> None:
     for note in notes:
-        out.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
+        say(out, f"[yellow]note:[/] {escape(note)}")
 
 
 async def _serve(plan: Plan, file: PlanFile) -> None:
     async with stop_signals() as stop, reload_signals(stop) as wish, running(plan, out, stop) as service:
         if service is None:
             return
-        out.print(
-            f"\nserving {escape(plan.served_names[0])} on [bold]{service.url}[/]  (logs: {service.run_dir})",
-            soft_wrap=True,
-        )
-        out.print(f"\n{escape(curl_line(service))}\n", soft_wrap=True)
+        say(out, f"\nserving {escape(plan.served_names[0])} on [bold]{service.url}[/]  (logs: {service.run_dir})")
+        say(out, f"\n{escape(curl_line(service))}\n")
         reloading = asyncio.create_task(_reload_on(wish, service, file))
         await stop.wait()
         reloading.cancel()
         await asyncio.gather(reloading, return_exceptions=True)
-        out.print("stopping: running requests may finish; again to stop at once")
-    out.print("stopped")
+        say(out, "stopping: running requests may finish; again to stop at once")
+    say(out, "stopped")
 
 
 async def _reload_on(wish: asyncio.Event, service: Service, file: PlanFile) -> None:
@@ -70,11 +67,14 @@ async def _reload_on(wish: asyncio.Event, service: Service, file: PlanFile) -> N
     while True:
         await wish.wait()
         wish.clear()
-        match (await service.reload(replan, wish)).state:
-            case "refused":
-                file.drop()
-            case state:
-                file.keep(whole=state == "done")
+        try:
+            match (await service.reload(replan, wish)).state:
+                case "refused":
+                    file.drop()
+                case state:
+                    file.keep(whole=state == "done")
+        except Exception:  # the next one may go better
+            service.log_fault("a reload ended with a fault")
 
 
 def curl_line(service: Service) -> str:

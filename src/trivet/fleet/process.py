@@ -32,9 +32,11 @@ _PF_EXITING = 0x4
 class GuardedProcess:
     """A command under ``guard``: nothing of it outlives it, or this process."""
 
-    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, log: Path, log_begins: int = 0) -> None:
         self._process = process
         self.log = log
+        self.log_begins = log_begins
+        """How long the log was when it was started: what stands before is of earlier lives."""
 
     @classmethod
     async def start(cls, command: Sequence[str], env: Mapping[str, str], log: Path) -> GuardedProcess:
@@ -42,6 +44,7 @@ class GuardedProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
         with log.open("ab") as output:
+            log_begins = output.tell()
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-I",
@@ -55,7 +58,7 @@ class GuardedProcess:
                 env={**inherited, **env},
                 start_new_session=True,
             )
-        return cls(process, log)
+        return cls(process, log, log_begins)
 
     @property
     def pid(self) -> int:
@@ -109,7 +112,8 @@ class GuardedProcess:
 def how_it_ended(status: int) -> str:
     """An exit status in words: one for a process of our own (-9), and one that a guard or shell tells (137)."""
     number = -status if status < 0 else status - _BY_SIGNAL
-    return f"was ended by signal {number}" if number > 0 else f"ended with exit status {status}"
+    is_signal = 0 < number < signal.NSIG  # a command may well end with 255 of its own
+    return f"was ended by signal {number}" if is_signal else f"ended with exit status {status}"
 
 
 def lost(family: Mapping[int, str]) -> str | None:
@@ -181,11 +185,16 @@ _SEARCHED = 2**20
 _LONGEST = 300
 
 
-def cause(log: Path) -> str | None:
-    """What an engine's log says last of why it ended: the message of its innermost error, in one line."""
+def cause(log: Path, since: int = 0) -> str | None:
+    """What an engine's log says last of why it ended: the message of its innermost error, in one line.
+
+    Args:
+        since: where in the log this life of the engine begins; see ``GuardedProcess.log_begins``.
+    """
     try:
         with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - _SEARCHED))
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(since if since <= size else 0, size - _SEARCHED))  # somebody may have cut it short
             lines = file.read().decode("utf-8", errors="replace").splitlines()
     except OSError:
         return None

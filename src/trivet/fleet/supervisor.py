@@ -152,8 +152,10 @@ class Fleet:
     async def join(self, plans: Sequence[EnginePlan]) -> None:
         """Starts further engines, or follows those that others start; returns when all of them are ready.
 
+        Whatever is raised, they are there until they ``part``: those that came up may have something running.
+
         Raises:
-            EngineFailedError: one ended instead, or was not ready in time. None of them is left then.
+            EngineFailedError: one ended instead, or was not ready in time.
         """
         self._awaited = [one.name for one in plans]
         self._all_ready.clear()
@@ -163,11 +165,8 @@ class Fleet:
         try:
             async with asyncio.timeout(_START_LIMIT_S + _POLL_S):  # one that others start may never come
                 await self._all_up()
-        except (EngineFailedError, TimeoutError) as error:
+        except TimeoutError:
             late = [name for name in self._awaited if self.engines[name].state is not State.READY]
-            await self.part([one.name for one in plans])
-            if isinstance(error, EngineFailedError):
-                raise
             raise EngineFailedError(
                 f"engine {late[0]} was not ready after {_START_LIMIT_S:.0f} s", mend="is it running there?"
             ) from None
@@ -193,11 +192,26 @@ class Fleet:
             status.problem = why
             self._change(status, State.LEAVING)
 
+    def stay(self, plan: EnginePlan) -> bool:
+        """Takes ``leave`` back, if that engine is still there as it was.
+
+        Returns:
+            Whether it is; else it is to be stopped and started again.
+        """
+        status, task = self.engines.get(plan.name), self._tasks.get(plan.name)
+        if status is None or status.plan != plan or task is None or task.done():
+            return False
+        status.parts = False
+        if status.state is State.LEAVING:
+            self._change(status, State.READY)
+        return True
+
     async def part(self, names: Collection[str]) -> None:
         """Stops engines, or no longer follows them, and forgets them: decode first, as in ``stop``."""
-        for name in names:
-            self._tasks[name].cancel()
-        await asyncio.gather(*(self._tasks[name] for name in names), return_exceptions=True)
+        tasks = [self._tasks[name] for name in names if name in self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for name in names:  # told first: ending takes a moment
             self.engines[name].problem = None
             self._change(self.engines[name], State.STOPPED)
@@ -205,7 +219,7 @@ class Fleet:
         for name in names:
             status = self.engines.pop(name)
             self._generations[name] = status.generation
-            del self._tasks[name]
+            self._tasks.pop(name, None)
             self._processes.pop(name, None)
             self._listener(status)  # it is not among them any more
 
@@ -290,7 +304,7 @@ class Fleet:
             if status.parts:
                 return
             if not status.stays:
-                why = cause(status.log)
+                why = cause(status.log, process.log_begins)
                 raise EngineFailedError(
                     f"engine {status.plan.name} {problem}{f': {why}' if why else ''}",
                     mend=f"its log is {status.log}",

@@ -139,7 +139,8 @@ class GatewayApp:
             frontend: serves what is not Trivet's own.
             fleet: the fleet's state, for ``/trivet/status``.
             api_keys: clients must send one of them, if there are any.
-            guards_itself: ``frontend`` asks for the keys on its API by itself.
+            guards_itself: ``frontend`` is vLLM's: it asks for the keys on its API by itself, and does not know what
+                legs' errors say.
             journal: where this worker's requests are noted.
             records: what ``/trivet/requests`` answers from; only this worker's journal unless given.
             stopping: whether this worker has been told to stop: it still serves, and is not ready any more.
@@ -305,7 +306,14 @@ class GatewayApp:
         if self._tracing is not None:
             self._tracing.begin(scope, record)
         inbox = Inbox(receive)
-        answered = _Answered(send, record, self._count, inbox, tells_served=self._rules.tells_served)
+        answered = _Answered(
+            send,
+            record,
+            self._count,
+            inbox,
+            tells_served=self._rules.tells_served,
+            rewrites_errors=bool(self._guarded),
+        )
         record.decided = answered.begin
         try:
             body = await self._body(scope, inbox)
@@ -459,8 +467,14 @@ class _Answered:
         inbox: Inbox,
         *,
         tells_served: bool,
+        rewrites_errors: bool,
     ) -> None:
+        """
+        Args:
+            rewrites_errors: error events are vLLM's own; the text plane's say what is so.
+        """
         self._tells_served = tells_served
+        self._rewrites_errors = rewrites_errors
         self._head: Message | None = None
         """The head of a stream that waits for its generation's engines to be chosen."""
         self._opening: list[Message] = []
@@ -519,7 +533,7 @@ class _Answered:
             await self.begin()
         if self._corrects and (b'"prompt_tokens_details"' in body or b'"cache_read_input_tokens"' in body):
             message = {**message, "body": _with_cached_tokens(body, self._record)}
-        elif self._reads and body.startswith(b"event: error\n") and (error := self._record_error()) is not None:
+        elif self._is_vllms_error(body) and (error := self._record_error()) is not None:
             # vLLM's own words are its trouble with reading the error that it was told
             message = {**message, "body": failure(self._record.path, error, 500, None, self._last)}
         if self._reads and body:
@@ -527,6 +541,9 @@ class _Answered:
         await self._send(message)
         self._begun = self._begun or begins
         self._ended = not begins and not message.get("more_body", False)
+
+    def _is_vllms_error(self, body: bytes) -> bool:
+        return self._rewrites_errors and self._reads and body.startswith(b"event: error\n")
 
     def _record_error(self) -> str | None:
         return next((one.error for one in self._record.generations if one.error is not None), None)

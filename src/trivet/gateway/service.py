@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,8 @@ from trivet.topology.plan import MOST_ENGINES, Plan
 
 _BACKOFF_S = 1.0
 _DRAIN_POLL_S = 0.05
+_LIFE_S = 5.0
+"""Between signs of life of a reload that goes on."""
 _HOSTS = "gateway.host: 127.0.0.1 for this machine only, 0.0.0.0 for others too, or an address of this machine"
 _KEPT_RUNS = 10
 _LAST_WORDS_S = 1.0
@@ -89,6 +92,18 @@ def _is_running(pid: str) -> bool:
     return True
 
 
+def process_start(pid: int) -> str | None:
+    """What only this process has, of all that ever have its number; None if it does not run (any more)."""
+    try:
+        state, *fields = (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        )
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        return None if state in ("Z", "X") else f"{boot} {fields[18]}"
+    except (OSError, IndexError, ValueError):
+        return None
+
+
 def last_url() -> str | None:
     """The address of the service that was started last and still runs, for commands that are given none."""
     last = _last()
@@ -108,6 +123,42 @@ class LastService:
     pid: int
     url: str
     run_dir: Path
+    started: str | None = None
+    """Its process's ``process_start``, as it was recorded."""
+
+    def hang_up(self) -> None:
+        """Sends it SIGHUP: it, and no other process that has its number meanwhile.
+
+        Raises:
+            TrivetError: it is gone, or someone else's.
+        """
+        gone = TrivetError(f"the service at {self.url} has ended", mend="trivet up FILE")
+        try:
+            descriptor = os.pidfd_open(self.pid)
+            try:
+                if self.started is None or process_start(self.pid) != self.started:
+                    raise gone
+                signal.pidfd_send_signal(descriptor, signal.SIGHUP)
+            finally:
+                os.close(descriptor)
+        except ProcessLookupError:
+            raise gone from None
+        except PermissionError:
+            raise TrivetError(
+                f"the service at {self.url} (process {self.pid}) is another user's", mend="reload it as that user"
+            ) from None
+        except OSError as error:
+            raise TrivetError(
+                f"the service at {self.url} (process {self.pid}) cannot be sent a signal: {error.strerror}",
+                mend=f"kill -HUP {self.pid}",
+            ) from None
+
+    def sign_of_life(self) -> int | None:
+        """Another number each time that the service has shown, in the run's folder, that it can be or is reloaded."""
+        try:
+            return (self.run_dir / RELOAD_FILE).stat().st_mtime_ns
+        except OSError:
+            return None
 
     def reload(self) -> Reload | None:
         """Its newest reload, number 0 if there was none; None if it cannot be reloaded, or not yet."""
@@ -120,17 +171,26 @@ class LastService:
 def last_service() -> LastService | None:
     """The service that was started last and still runs."""
     last = _last()
-    return None if last is None else LastService(int(last["pid"]), str(last["url"]), Path(last.get("run_dir", "")))
+    if last is None:
+        return None
+    return LastService(int(last["pid"]), str(last["url"]), Path(last.get("run_dir", "")), last.get("started"))
 
 
 RELOAD_FILE = "reload.json"
-"""Of a run's folder: the newest reload, as ``Reload`` has it."""
+"""Of a run's folder, while the service can be reloaded: the newest reload, as ``Reload`` has it."""
+
+FAULTS_LOG = "faults.log"
+"""Of a run's folder: where unforeseen exceptions came from, if there were any."""
 
 
 def _last() -> Mapping[str, Any] | None:
     try:
         value: dict[str, Any] = json.loads((state_dir() / "last.json").read_text(encoding="utf-8"))
-        return value if value["url"] and _is_running(str(value["pid"])) else None
+        if not value["url"] or not _is_running(str(value["pid"])):
+            return None
+        if "started" in value and process_start(int(value["pid"])) != value["started"]:
+            return None  # another process has its number now
+        return value
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -146,7 +206,9 @@ class Service:
     def __init__(self, plan: Plan, run_dir: Path, observe: Observer = lambda _: None) -> None:
         self.plan = plan
         self.run_dir = run_dir
-        self._observe = observe
+        self._observer = observe
+        self._is_unobserved = False
+        """Whether who observes has raised; it is still told."""
         self._tls = tls_files(plan.topology)
         self._fleet = Fleet(plan, run_dir, self._engine_changed)
         self._socket = _bind(plan.topology.gateway.host, plan.topology.gateway.port)
@@ -162,6 +224,20 @@ class Service:
         self._gone: dict[str, float] = {}
         """Engines that have left for good, and when: on the monotonic clock, which all processes here share."""
         self._reload: Reload | None = None
+
+    def _observe(self, event: Event) -> None:
+        """Tells who observes; a fault there (a terminal that is gone) is no fault of what is observed."""
+        try:
+            self._observer(event)
+        except Exception:
+            if not self._is_unobserved:
+                self.log_fault("what observes the service has raised; said once")
+            self._is_unobserved = True
+
+    def log_fault(self, what: str) -> None:
+        """Writes the exception that is being handled to the run's ``faults.log``."""
+        with contextlib.suppress(OSError), (self.run_dir / FAULTS_LOG).open("a", encoding="utf-8") as log:
+            log.write(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {what}\n{traceback.format_exc()}\n")
 
     @property
     def fleet(self) -> Fleet:
@@ -231,6 +307,8 @@ class Service:
             await worker.start()
         # it answers now, though engines may still be starting: that is when ``trivet status`` is wanted most
         record = {"pid": os.getpid(), "url": self.url, "run_dir": str(self.run_dir)}
+        if (started := process_start(os.getpid())) is not None:
+            record["started"] = started
         if self._tls is not None:
             record["certificate"] = self._tls.certificate
         state_dir().mkdir(parents=True, exist_ok=True)  # not there yet if the run's folder lies elsewhere
@@ -238,6 +316,8 @@ class Service:
 
     async def _stop(self) -> None:
         """Workers first, which let running requests end; then the engines."""
+        with contextlib.suppress(OSError):
+            (self.run_dir / RELOAD_FILE).unlink(missing_ok=True)  # it can be reloaded no more
         self._socket.close()  # or the system would go on taking connections that nobody will accept
         await asyncio.gather(*(worker.stop() for worker in self._workers))
         await self._fleet.stop()
@@ -248,7 +328,7 @@ class Service:
 
         Args:
             replan: makes the new plan of the one that runs now. What it raises refuses the reload.
-            superseded: set when there is something newer to do; new engines that still start are given up then.
+            superseded: set when there is something newer to do; engines that still start are given up then.
 
         Returns:
             How it went, which is also told to ``observe`` and to the gateway's workers.
@@ -263,16 +343,34 @@ class Service:
             self._check_slots([one.name for one in (*running, *wanted.engines)])
         except TrivetError as error:
             return self.note(Reload(number, "refused", str(error)))
+        except Exception as error:  # a fault of Trivet's own, or one that nobody has foreseen in the file
+            self.log_fault("a reload was refused")
+            told = " ".join(f"{type(error).__name__}: {error}".split())
+            return self.note(Reload(number, "refused", f"{told} -> see {self.run_dir / FAULTS_LOG}"))
         if not change:
             return self.note(Reload(number, "done", str(change)))
         self.note(Reload(number, "running", str(change)))
+        living = asyncio.create_task(self._show_life(), name="life of a reload")
         try:
             await Steps(self._fleet, self._drained, superseded).carry_out(change)
         except ReloadFailedError as error:
+            if not isinstance(error.__cause__, TrivetError):
+                self.log_fault("a reload failed")
             return self.note(Reload(number, "failed", str(error)))
         except Exception as error:  # a fault of Trivet's own: the service goes on with the engines that there are
-            return self.note(Reload(number, "failed", f"{type(error).__name__}: {error}; see trivet status"))
+            self.log_fault("a reload failed, and could not be taken back")
+            told = " ".join(f"{type(error).__name__}: {error}".split())
+            return self.note(Reload(number, "failed", f"{told}; see trivet status"))
+        finally:
+            living.cancel()
         return self.note(Reload(number, "done", str(change)))
+
+    async def _show_life(self) -> None:
+        """``trivet reload`` waits for as long as it sees that somebody is there."""
+        while True:
+            with contextlib.suppress(OSError):
+                os.utime(self.run_dir / RELOAD_FILE)
+            await asyncio.sleep(_LIFE_S)
 
     def note(self, reload: Reload) -> Reload:
         """Tells of a reload: to who observes, to the workers, and in the run's folder."""

@@ -9,6 +9,7 @@ so a worker waits for nobody to write its requests down.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import time
@@ -90,7 +91,10 @@ def _json(level: str, message: str, **more: Any) -> bytes:
 
 
 async def keep(descriptor: int, log: Path) -> None:
-    """Reads a pipe to its end and appends what comes to a log; closes the pipe."""
+    """Reads a pipe to its end and appends what comes to a log; closes the pipe.
+
+    A line that cannot be written, as the disk is full, is lost: who writes to the pipe must not fail over it.
+    """
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", 0)
@@ -100,8 +104,10 @@ async def keep(descriptor: int, log: Path) -> None:
         with log.open("ab", buffering=0) as file:  # a line at a time, whole: workers write to it as well
             while data := await reader.read(_READ_BYTES):
                 for line in strays.feed(data):
-                    file.write(line)
+                    with contextlib.suppress(OSError):
+                        file.write(line)
             for line in strays.end():
-                file.write(line)
+                with contextlib.suppress(OSError):
+                    file.write(line)
     finally:
         transport.close()

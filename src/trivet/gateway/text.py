@@ -49,6 +49,9 @@ _PASSED_ON = frozenset(
 _BUSY = (429, 503)
 """What an engine answers that has not begun: another may have room."""
 
+_NO_JSON = "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
+"""What vLLM says (``validate_json_request``)."""
+
 _Answer = tuple[int, list[tuple[bytes, bytes]], bytes]
 """Status, headers that go on, content."""
 
@@ -83,6 +86,10 @@ class TextApp:
             generates = where[0] == "POST" and where[1] in self._generating
             if not generates and where not in _PASSED_ON:
                 await answer_json(send, 404, {"detail": "Not Found"})  # as vLLM says it
+                return
+            if where[0] == "POST" and not header(scope, b"content-type"):
+                # here and not at an engine, as legs have a type: a page of anybody's may send this without asking first
+                await answer_error(send, 400, _NO_JSON, path=where[1])
                 return
             serving = asyncio.create_task((self._generate if generates else self._pass_on)(scope, body, send))
             leaving = asyncio.ensure_future(inbox.left())

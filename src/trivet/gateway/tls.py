@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import re
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,15 +74,21 @@ def tls_files(topology: Topology) -> TlsFiles | None:
 def trusting(certificate: Path) -> ssl.SSLContext:
     """For a client that trusts this certificate, whoever vouches for it and whatever host it names.
 
+    Of a file with several, it is the first, which is the server's own: those behind it vouch for others as well.
+
     Raises:
         OSError: it cannot be read any more.
     """
-    context = ssl.create_default_context(cafile=str(certificate))
+    first = _FIRST.search(certificate.read_bytes())
+    if first is None:  # with nothing given, whatever the system's authorities vouch for would be trusted
+        raise OSError(errno.EINVAL, "no certificate in PEM")
+    context = ssl.create_default_context(cadata=first[0].decode("ascii"))
     context.check_hostname = False  # nobody else has its key; it may not name 127.0.0.1
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return context
 
 
+_FIRST = re.compile(rb"-----BEGIN CERTIFICATE-----[A-Za-z0-9+/=\s]+-----END CERTIFICATE-----")
 _CERTIFICATE = "give a PEM file: it has a line -----BEGIN CERTIFICATE-----"
 _KEY = "give a PEM file as gateway.tls.key: it has a line -----BEGIN PRIVATE KEY-----, or one like it"
 

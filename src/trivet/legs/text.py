@@ -285,13 +285,15 @@ def _releases_at_prefill(leg: Leg) -> bool:
 
 
 _OF_THE_CONNECTION = frozenset({"connection", "content-length", "date", "keep-alive", "server", "transfer-encoding"})
+_NOT_PASSED_ON = _OF_THE_CONNECTION | {"content-encoding", "set-cookie", "x-request-id"}
 
 
 def _head(headers: Mapping[str, str]) -> dict[str, str]:
+    """What of an engine's headers goes on; which pages may ask (CORS) is not an engine's to say."""
     return {
         name.lower(): value
         for name, value in headers.items()
-        if name.lower() not in _OF_THE_CONNECTION and name.lower() not in ("x-request-id", "content-encoding")
+        if name.lower() not in _NOT_PASSED_ON and not name.lower().startswith("access-control-")
     }
 
 

@@ -122,6 +122,9 @@ class Blocks:
         self._most = most
         self._by_name: dict[Name, _Block] = {}
         self._roots: dict[tuple[str, str | None], _Block] = {}
+        self._holders: dict[int, int] = {}
+        """For each chunk that can be found, in how many blocks it ends: blocks that are longer than a chunk, or not
+        aligned to chunks, may share one and go on differently."""
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -203,7 +206,7 @@ class Blocks:
             if one.copies and not one.reached and one.above is not None and one.above.reached:
                 one.reached = True
                 if one.chunks:
-                    self._add(one.chunks)
+                    self._hold(one.chunks)
                 waiting += one.children()
 
     def _lose(self, block: _Block) -> None:
@@ -214,8 +217,31 @@ class Blocks:
             if one.reached:
                 one.reached = False
                 if one.chunks:
-                    self._drop(one.chunks)
+                    self._let_go(one.chunks)
                 waiting += one.children()
+
+    def _hold(self, chunks: Sequence[int]) -> None:
+        """Notes one more block of chunks; those of which it is the first are told."""
+        holders, new = self._holders, []
+        for chunk in chunks:
+            count = holders.get(chunk, 0)
+            holders[chunk] = count + 1
+            if not count:
+                new.append(chunk)
+        if new:
+            self._add(new)
+
+    def _let_go(self, chunks: Sequence[int]) -> None:
+        """Notes one block of chunks less; those of which it was the last are told."""
+        holders, gone = self._holders, []
+        for chunk in chunks:
+            count = holders.pop(chunk) - 1
+            if count:
+                holders[chunk] = count
+            else:
+                gone.append(chunk)
+        if gone:
+            self._drop(gone)
 
     def _prune(self, block: _Block) -> None:
         """Forgets a block that is gone, if nothing behind it is there; and those before it likewise."""

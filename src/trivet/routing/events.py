@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -30,6 +32,8 @@ _PROBE_S = 1.0
 _ANSWER_S = 3.0
 """How long an answer may take: an engine sends it between its steps."""
 _AGAIN_S = 0.05
+_ANEW_S = 30.0
+"""After so long an engine is listened to anew, where what went wrong may have been of the moment."""
 _AT_ONCE = 64
 """Messages of a socket before others have their turn."""
 _MOST_WAITING = 10_000
@@ -106,7 +110,7 @@ class Mirror:
                 self._take(event)
         except TooManyBlocksError as error:
             raise UnusableError(f"it holds {error}, which are not kept") from None
-        except (OverflowError, ValueError, TypeError) as error:
+        except (IndexError, OverflowError, ValueError, TypeError) as error:
             raise UnusableError(f"they make no sense ({error})") from None
 
     def _take(self, event: BlockStored | BlockRemoved | AllBlocksCleared) -> None:
@@ -257,7 +261,7 @@ class Subscriber:
         self._leads = leads
         self._wanted: dict[str, EngineView] = {}
         self._open: dict[str, _Subscription] = {}
-        self._given_up: dict[str, EngineView] = {}
+        self._given_up: dict[str, _GivenUp] = {}
         self._lock = threading.Lock()
         self._stopping = False
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -304,22 +308,27 @@ class Subscriber:
                 one.close()
                 del self._open[name]
         self._given_up = {
-            name: view for name, view in self._given_up.items() if name in wanted and not _differs(view, wanted[name])
+            name: one for name, one in self._given_up.items() if name in wanted and not _differs(one.view, wanted[name])
         }
+        now_s = time.monotonic()
         for name, view in wanted.items():
-            if name not in self._open and name not in self._given_up:
+            given_up = self._given_up.get(name)
+            if name not in self._open and (given_up is None or given_up.until_s <= now_s):
                 try:
                     self._open[name] = _Subscription(view, self._held, self._served_name, context)
-                except zmq.ZMQError as error:
-                    self._give_up(view, f"nothing can be reached at {view.kv_events} ({error})")
+                except Exception as error:
+                    problem = f"nothing can be reached at {view.kv_events} ({error})"
+                    self._give_up(view, problem, now_s + _ANEW_S)
 
     def _turn(self) -> None:
         """Waits for messages, and takes them."""
         poller = zmq.Poller()
         poller.register(self._bell, zmq.POLLIN)
         now_s = time.monotonic()
+        for one in list(self._open.values()):
+            with self._alone(one):
+                one.tick(now_s)
         for one in self._open.values():
-            one.tick(now_s)
             poller.register(one.replays, zmq.POLLIN)
             if one.stream.in_order:
                 poller.register(one.events, zmq.POLLIN)
@@ -327,21 +336,40 @@ class Subscriber:
         if self._bell in came:
             os.eventfd_read(self._bell)
         now_s = time.monotonic()
-        for name, one in list(self._open.items()):
-            try:
+        for one in list(self._open.values()):
+            with self._alone(one):
                 if one.replays in came:
                     one.read(now_s)
                 if one.events in came:
                     one.hear(now_s)
-            except (UnusableError, zmq.ZMQError) as error:
-                one.close()
-                del self._open[name]
-                self._give_up(one.view, str(error))
 
-    def _give_up(self, view: EngineView, problem: str) -> None:
-        """Leaves an engine alone until it is started anew, and says so once."""
-        self._given_up[view.name] = view
-        logger.warning("KV events of %s are not used: %s; what it has cached is guessed", view.name, problem)
+    @contextlib.contextmanager
+    def _alone(self, one: _Subscription) -> Iterator[None]:
+        """Whatever goes wrong in the block ends this subscription, and no other."""
+        try:
+            yield
+        except Exception as error:
+            one.close()
+            del self._open[one.view.name]
+            if isinstance(error, UnusableError):
+                self._give_up(one.view, str(error), math.inf)
+            else:
+                self._give_up(one.view, f"{type(error).__name__}: {error}", time.monotonic() + _ANEW_S)
+
+    def _give_up(self, view: EngineView, problem: str, until_s: float) -> None:
+        """Leaves an engine alone until then, or until it is started anew, and says so once."""
+        before = self._given_up.get(view.name)
+        self._given_up[view.name] = _GivenUp(view, problem, until_s)
+        if before is None or before.problem != problem:
+            logger.warning("KV events of %s are not used: %s; what it has cached is guessed", view.name, problem)
+
+
+class _GivenUp(NamedTuple):
+    """An engine that is not listened to, or was not for a while."""
+
+    view: EngineView
+    problem: str
+    until_s: float
 
 
 def _differs(one: EngineView, other: EngineView) -> bool:

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from trivet.errors import TopologyError
-from trivet.topology.model import Gateway, Model
+from trivet.topology.model import Gateway, Model, flag_names
 from trivet.topology.plan import SHAPES_OF_KV, EnginePlan, Plan
 
 _RESTART = "put it back, or stop the service and start it anew"
+
+_CONTENT_OF_KV = frozenset({"revision", "quantization", "hf-overrides", "load-format", "rope-scaling", "rope-theta"})
+"""Flags by which an engine computes other KV for the same tokens."""
 
 _IN_THE_COMMAND = frozenset({"settings", "own_flags", "last_settings", "env"})
 """Fields of a plan that are compared as the command and the environment that they make: reasons are for people."""
@@ -144,6 +147,7 @@ def check_same_service(started: Plan, wanted: Plan) -> None:
                 "to one that has the old",
                 mend=_RESTART,
             )
+    _check_content(started, wanted)
     if now.gateway.plane == "tokens" and started.render_flags != wanted.render_flags:
         names = sorted({flag[0] for flag in _grouped(started.render_flags) ^ _grouped(wanted.render_flags)})
         raise TopologyError(
@@ -159,10 +163,54 @@ def _refuse(differs: bool, wanted: Plan, *field: str) -> None:
         )
 
 
+def _check_content(started: Plan, wanted: Plan) -> None:
+    """Pairs of an old and a new engine must be able to read each other's KV."""
+    if not _paired(started) or not _paired(wanted):
+        return
+    was, now = _content(started), _content(wanted)
+    if now - was:  # what is not new has handed over before
+        differ = frozenset().union(*now) ^ frozenset().union(*was) or frozenset().union(*now)
+        names = ", ".join(sorted({f"--{flag[0]}" for flag in differ}))
+        raise TopologyError(
+            f"{names} cannot change while the service runs: KV of an engine that has the new value is another than "
+            "that of one that has the old",
+            mend=_RESTART,
+        )
+    if wanted.connector is not None and wanted.connector.rank_to_rank and _ranks(started) != _ranks(wanted):
+        raise TopologyError(
+            f"the number of tensor-parallel ranks cannot change while the service runs: {wanted.connector.name} hands "
+            "over from rank to rank",
+            mend=_RESTART,
+        )
+
+
+def _paired(plan: Plan) -> list[EnginePlan]:
+    """Engines that hand over to each other and are started by Trivet."""
+    return [one for one in plan.engines if one.started_by != "someone else" and one.tier != "mixed"]
+
+
+def _content(plan: Plan) -> set[frozenset[tuple[str, ...]]]:
+    """For each way in which an engine computes KV: those of its flags, with their values."""
+    return {frozenset(_content_flags(one)) for one in _paired(plan)}
+
+
+def _content_flags(engine: EnginePlan) -> Iterator[tuple[str, ...]]:
+    for dashed, flag, *values in _flags(engine):
+        name = "quantization" if dashed == "-q" else "".join(flag_names([dashed]))
+        whole = name.partition(".")[0]
+        # vLLM's parser takes beginnings of names too
+        if len(whole) > 2 and any(one.startswith(whole) for one in _CONTENT_OF_KV):
+            _, equals, value = flag.partition("=")
+            yield (name, *([value] if equals else []), *values)
+
+
+def _ranks(plan: Plan) -> set[str]:
+    return {one.effective("tensor-parallel-size") or "1" for one in _paired(plan)}
+
+
 def _shape(plan: Plan, flag: str) -> frozenset[str | None] | None:
     """The values of a flag that a plan's pairs agree on; None where it has no pairs that are started by Trivet."""
-    ours = [one for one in plan.engines if one.started_by != "someone else" and one.tier != "mixed"]
-    return frozenset(one.effective(flag) for one in ours) or None
+    return frozenset(one.effective(flag) for one in _paired(plan)) or None
 
 
 def _identity(plan: EnginePlan) -> Mapping[str, object]:
