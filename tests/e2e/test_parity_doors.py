@@ -61,8 +61,10 @@ def nameless(value: Any) -> Any:
         return {name: nameless(one) for name, one in value.items() if name not in OF_EACH_REQUEST}
     if isinstance(value, list):
         return [nameless(one) for one in value]
-    # a leg of a response has its id in the body
-    return re.sub(r"<dict of \d+ items>", "<dict>", value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    # a leg of a response has its id in the body; vLLM leaves the mark where it comes in one chunk with what follows
+    return re.sub(r"<dict of \d+ items>", "<dict>", value).removeprefix("<think>")
 
 
 def events(answer: Answer) -> list[dict]:
