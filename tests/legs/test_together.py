@@ -928,3 +928,15 @@ async def test_on_the_text_plane_kv_is_released_by_a_token_of_no_prompt():
     (one,) = [call for call in p.calls if call.leg == "release"]
     assert (one.path, one.body["token_ids"], one.body["model"]) == ("/inference/v1/generate", [0], "tiny")
     assert set(params_of(one)) == {"release_transfer"}
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+async def test_requests_that_come_together_are_shared_by_what_each_brings(colocated):
+    """Each is chosen for with those counted that were chosen just before it, though their legs have not begun."""
+    p, d, e = of_prefill(), decode(speaking(8, 9)), decode(speaking(8, 9), name="decode-1")
+    async with together(p, d, e) as service:
+        (busier,) = [view for view in service.engines.all() if view.name == "decode-0"]
+        with service.engines.charge(busier, 1):  # else equals would be taken in turn
+            why = "it is special" if colocated else None
+            await asyncio.gather(*(service.ask(sampling=GREEDY, unsplittable=why) for _ in range(8)))
+    assert (len(d.calls), len(e.calls)) == (4, 4)

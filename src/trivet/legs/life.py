@@ -337,16 +337,25 @@ class Legs:
 
     @contextlib.contextmanager
     def _keeping(self, run: _Run[Any], route: Route) -> Iterator[None]:
-        """Has an attempt's engines count as in use until ``_let_go``: who stops one that is idle waits for it."""
+        """Has an attempt's engines count as in use until ``_let_go``: who stops one that is idle waits for it.
+
+        A leg that begins at once counts with its tokens from the choice on: of requests that come together, the next
+        is chosen for before this one's tasks have run.
+        """
+        together = route.prefill is None or (self._connector is not None and self._connector.legs_start_together)
         try:
-            for engine in (route.prefill, route.decode):
-                if engine is not None:
-                    kept = run.kept[engine.name] = contextlib.ExitStack()
-                    kept.enter_context(self._engines.charge(engine, 0))
+            if route.prefill is not None:
+                self._keep(run, route.prefill, run.ask.prompt_tokens - run.cached.tokens)
+            self._keep(run, route.decode, run.ask.tokens if together else 0)
             yield
         finally:
             for name in list(run.kept):
                 self._let_go(run, name)
+
+    def _keep(self, run: _Run[Any], engine: EngineView, tokens: int) -> None:
+        self._let_go(run, engine.name)
+        kept = run.kept[engine.name] = contextlib.ExitStack()
+        kept.enter_context(self._engines.charge(engine, tokens))
 
     def _let_go(self, run: _Run[Any], name: str) -> None:
         """The attempt's leg on an engine speaks for itself, or nothing of it is there any more."""
@@ -587,6 +596,8 @@ class Legs:
         try:
             uncached_tokens = ask.prompt_tokens - run.cached.tokens
             with self._engines.charge(engine, uncached_tokens), watch(self._engines, engine, run.patience) as patient:
+                if engine.name in run.kept:  # the leg counts for itself; what it leaves there does not weigh
+                    self._keep(run, engine, 0)
                 async with patient:
                     prefilled = await asyncio.shield(call)
             if prefilled.cached_tokens is not None:
