@@ -10,7 +10,7 @@ Spawned workers import this module again as their main module, so what stands at
 - An engine's two processes poll for each other's messages without pause for a second after the last one
   (``shm_broadcast.py``: ``SpinCondition.wait``, ``sched_yield``), which takes up to half of a core that a worker
   computes on. A decode engine polls all the while that a request waits for its KV: on two cores prompts then took
-  prefill twice as long. With ``TRIVET_CPU_CORES`` each look is followed by 0.2 ms of sleep. (To let them wait for
+  prefill up to twice as long. With ``TRIVET_CPU_CORES`` each look is followed by 0.2 ms of sleep. (To let them wait for
   the notification, which vLLM sends as well, lost some: such a wait ends after 5 s.)
 - NIXL's progress thread polls without pause and takes a whole core while idle. With
   ``TRIVET_NIXL_PROGRESS_THREAD=0`` there is none; transfers advance when vLLM polls for them, as it does in each
