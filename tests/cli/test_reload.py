@@ -21,7 +21,8 @@ from helpers.processes import holds, lives, until
 from trivet.cli.common import Progress
 from trivet.cli.up import _reload_on, reload_signals
 from trivet.errors import TrivetError
-from trivet.gateway.service import Event, process_start
+from trivet.gateway.runs import process_start
+from trivet.gateway.service import Event
 
 reload_module = importlib.import_module("trivet.cli.reload")
 WAIT_S = 60.0

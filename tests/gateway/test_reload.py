@@ -16,7 +16,8 @@ from trivet.errors import EngineFailedError, TrivetError
 from trivet.fleet import supervisor
 from trivet.gateway import service as service_module
 from trivet.gateway.reload import Reload
-from trivet.gateway.service import Event, Service, last_service
+from trivet.gateway.runs import last_service
+from trivet.gateway.service import Event, Service
 from trivet.sim import SimEngine, SimSettings
 from trivet.topology import Plan, make_plan, parse_topology
 from trivet.topology import plan as plan_module

@@ -6,11 +6,9 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import asynccontextmanager, closing
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,19 +22,8 @@ from helpers.processes import holds, left_of, lives
 from trivet.connectors import NixlConnector
 from trivet.errors import EngineFailedError, PortInUseError, TrivetError
 from trivet.gateway import service as service_module
-from trivet.gateway.service import (
-    Event,
-    LastService,
-    Service,
-    _bind,
-    _Worker,
-    last_certificate,
-    last_service,
-    last_url,
-    new_run_dir,
-    process_start,
-    state_dir,
-)
+from trivet.gateway.runs import last_url
+from trivet.gateway.service import Event, Service, _bind, _Worker
 from trivet.routing.board import Board, Count
 from trivet.topology import EnginePlan, Plan, parse_topology
 
@@ -131,150 +118,6 @@ def test_a_certificate_that_is_not_there_is_told_before_anything_is_begun(tmp_pa
     monkeypatch.setattr(service_module, "_bind", lambda *_: pytest.fail("bound"))
     with pytest.raises(TrivetError, match=r"gateway\.tls\.certificate: /none\.pem: No such file or directory"):
         Service(plan_of(tls={"certificate": "/none.pem"}), tmp_path)
-
-
-# where runs are kept
-
-
-@pytest.mark.parametrize(
-    ("env", "expected"),
-    [
-        ({"TRIVET_STATE": "/a", "XDG_STATE_HOME": "/b", "HOME": "/c"}, "/a"),
-        ({"XDG_STATE_HOME": "/b", "HOME": "/c"}, "/b/trivet"),
-        ({"TRIVET_STATE": "", "XDG_STATE_HOME": "", "HOME": "/c"}, "/c/.local/state/trivet"),
-    ],
-)
-def test_where_runs_are_kept_can_be_said(monkeypatch, env, expected):
-    for name in ("TRIVET_STATE", "XDG_STATE_HOME", "HOME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    assert state_dir() == Path(expected)
-
-
-def test_a_run_has_a_folder_of_its_own(state):
-    run = new_run_dir()
-    assert run.is_dir()
-    assert run.parent == state / "runs"
-    assert run.name.endswith(f"-{os.getpid()}")
-
-
-def ended_pid() -> int:
-    """The id of a process that was."""
-    process = subprocess.Popen(["true"])
-    process.wait()
-    return process.pid
-
-
-def test_the_oldest_runs_are_removed(state):
-    pid = ended_pid()
-    runs = [state / "runs" / f"202601{day:02}-120000-{pid}" for day in range(1, 16)]
-    for run in runs:
-        run.mkdir(parents=True)
-        (run / "mixed-0.log").write_text("old")
-    newest = new_run_dir()
-    assert sorted((state / "runs").iterdir()) == [*runs[-9:], newest]
-
-
-def test_a_run_that_still_runs_is_not_removed(state):
-    old = state / "runs" / f"20200101-120000-{os.getpid()}"
-    old.mkdir(parents=True)
-    pid = ended_pid()
-    for day in range(1, 16):
-        (state / "runs" / f"202601{day:02}-120000-{pid}").mkdir()
-    new_run_dir()
-    assert old.is_dir()
-
-
-def test_nothing_is_removed_while_there_are_few(state):
-    pid = ended_pid()
-    runs = [state / "runs" / f"202601{day:02}-120000-{pid}" for day in range(1, 10)]
-    for run in runs:
-        run.mkdir(parents=True)
-    new_run_dir()
-    assert all(run.is_dir() for run in runs)
-
-
-def test_a_service_that_runs_is_found(state):
-    assert last_url() is None
-    state.mkdir()
-    (state / "last.json").write_text(json.dumps({"pid": os.getpid(), "url": "http://127.0.0.1:8000"}))
-    assert last_url() == "http://127.0.0.1:8000"
-
-
-def test_a_process_that_has_a_services_number_is_not_the_service(state):
-    state.mkdir()
-    known = {"pid": os.getpid(), "url": "http://127.0.0.1:8000", "started": process_start(os.getpid())}
-    (state / "last.json").write_text(json.dumps(known))
-    assert last_url() == "http://127.0.0.1:8000"
-    assert last_service().started == known["started"]
-    (state / "last.json").write_text(json.dumps(known | {"started": f"{known['started']}0"}))
-    assert last_url() is None
-    assert last_service() is None
-
-
-def test_a_process_that_has_ended_has_no_start():
-    assert process_start(ended_pid()) is None
-    with subprocess.Popen(["sleep", "600"]) as process:
-        assert process_start(process.pid)
-        process.kill()
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert process_start(process.pid) is None, "it is a zombie"
-
-
-def test_a_signal_is_for_the_service_only(tmp_path, monkeypatch):
-    with subprocess.Popen(["sleep", "600"]) as process:
-        service = LastService(process.pid, "http://h", tmp_path, process_start(process.pid))
-        for started in (None, process_start(os.getpid())):
-            with pytest.raises(TrivetError, match=r"^the service at http://h has ended -> trivet up FILE$"):
-                replace(service, started=started).hang_up()
-        assert lives(process.pid)
-
-        def forbidden(*_: Any) -> None:
-            raise PermissionError(errno.EPERM, "Operation not permitted")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(signal, "pidfd_send_signal", forbidden)
-            with pytest.raises(TrivetError, match=r"is another user's -> reload it as that user$"):
-                service.hang_up()
-        service.hang_up()
-        assert process.wait(WAIT_S) == -signal.SIGHUP
-    with pytest.raises(TrivetError, match=r"^the service at http://h has ended"):
-        service.hang_up()
-
-
-def test_who_observes_may_raise(tmp_path):
-    said = []
-
-    def observe(event: Event) -> None:
-        said.append(event)
-        raise OSError(errno.EIO, "Input/output error")
-
-    service = Service(plan_of(), tmp_path, observe)
-    service._socket.close()
-    for _ in range(2):
-        service._observe(Event("a", "ready"))
-    assert said == [Event("a", "ready")] * 2
-    assert (tmp_path / "faults.log").read_text().count("Traceback") == 1, "it is told once"
-
-
-def test_its_certificate_is_found_with_it(state):
-    state.mkdir()
-    known = {"pid": os.getpid(), "url": "https://127.0.0.1:8000"}
-    (state / "last.json").write_text(json.dumps(known))
-    assert last_certificate() is None
-    (state / "last.json").write_text(json.dumps(known | {"certificate": "/a/b.pem"}))
-    assert last_certificate() == Path("/a/b.pem")
-    (state / "last.json").write_text(json.dumps({"pid": ended_pid(), "url": "https://h", "certificate": "/a/b.pem"}))
-    assert last_certificate() is None
-
-
-@pytest.mark.parametrize("text", ["", "{", "{}", '{"pid": 1}', '{"pid": "x", "url": "http://h"}', "GONE"])
-def test_a_service_that_is_gone_is_not_found(state, text):
-    state.mkdir()
-    text = json.dumps({"pid": ended_pid(), "url": "http://h"}) if text == "GONE" else text
-    (state / "last.json").write_text(text)
-    assert last_url() is None
 
 
 # a worker
@@ -799,3 +642,21 @@ async def test_a_port_in_use_is_known_before_anything_is_started(tmp_path, progr
         with pytest.raises(PortInUseError):
             Service(plan_of(port=server.getsockname()[1]), tmp_path)
     assert program.pids == []
+
+
+# who observes
+
+
+def test_who_observes_may_raise(tmp_path):
+    said = []
+
+    def observe(event: Event) -> None:
+        said.append(event)
+        raise OSError(errno.EIO, "Input/output error")
+
+    service = Service(plan_of(), tmp_path, observe)
+    service._socket.close()
+    for _ in range(2):
+        service._observe(Event("a", "ready"))
+    assert said == [Event("a", "ready")] * 2
+    assert (tmp_path / "faults.log").read_text().count("Traceback") == 1, "it is told once"

@@ -14,7 +14,8 @@ from trivet.cli.common import Progress, TopologyArgument, open_plan, out, read_t
 from trivet.cli.up import stop_signals
 from trivet.errors import TopologyError
 from trivet.fleet.supervisor import EngineStatus, Fleet
-from trivet.gateway.service import Event, new_run_dir
+from trivet.gateway.runs import new_run_dir
+from trivet.gateway.service import Event
 from trivet.topology import Plan
 from trivet.topology.model import TIERS
 

@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from trivet.cli.common import out
 from trivet.errors import TopologyError, TrivetError
-from trivet.gateway.service import last_service
+from trivet.gateway.runs import last_service
 
 _LOOK_S = 0.1
 _SILENCE_S = 300.0

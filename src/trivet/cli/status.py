@@ -16,7 +16,7 @@ from rich.table import Table
 
 from trivet.cli.common import out
 from trivet.errors import TrivetError
-from trivet.gateway.service import last_certificate, last_url
+from trivet.gateway.runs import last_certificate, last_url
 from trivet.gateway.tls import trusting
 from trivet.topology.model import names_a_host
 

@@ -17,7 +17,8 @@ from rich.markup import escape
 from trivet.cli.common import Progress, TopologyArgument, err, out, say
 from trivet.cli.plan_file import PlanFile
 from trivet.gateway.reload import Reload
-from trivet.gateway.service import Service, new_run_dir
+from trivet.gateway.runs import new_run_dir
+from trivet.gateway.service import Service
 from trivet.topology import Plan
 
 _STILL_S = 15.0
