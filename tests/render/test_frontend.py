@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import json
+import logging
 import re
+import sys
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -860,3 +862,9 @@ async def test_adapters_thinking_budgets_and_traces_are_known_as_to_vllm_serve(s
         adapted, traced = served.engine.requests
     assert (adapted.model, adapted.sampling["thinking_token_budget"]) == ("poems", 5)
     assert traced.model == "tiny"
+
+
+async def test_what_vllm_loads_does_not_silence_other_warnings(served):
+    """A package of its sets the root logger to ERROR when it is first loaded."""
+    assert "model_hosting_container_standards.logging_config" in sys.modules
+    assert logging.getLogger().level == logging.WARNING

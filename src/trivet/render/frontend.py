@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import logging
 from argparse import Namespace
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
@@ -106,7 +107,8 @@ async def open_frontend(flags: Sequence[str], engine: TokenEngine) -> AsyncItera
     try:
         tasks = await llm.get_supported_tasks()
         try:  # parsers, templates, middleware and adapters are looked up here
-            app = build_app(args, tasks, config.model_config)
+            with _root_logger_kept():
+                app = build_app(args, tasks, config.model_config)
             app.state.server = SimpleNamespace(should_exit=False)  # vLLM's error handler would stop it with the engine
             await init_app_state(llm, app.state, args, tasks)
         except Exception as error:
@@ -114,6 +116,17 @@ async def open_frontend(flags: Sequence[str], engine: TokenEngine) -> AsyncItera
         yield Frontend(app, core, served, config.model_config.max_model_len)
     finally:
         llm.shutdown()
+
+
+@contextlib.contextmanager
+def _root_logger_kept() -> Iterator[None]:
+    """A package that vLLM loads sets the root logger to ERROR, and nobody's warnings would be heard any more."""
+    root = logging.getLogger()
+    level = root.level
+    try:
+        yield
+    finally:
+        root.setLevel(level)
 
 
 def _refused(error: Exception) -> TrivetError:
