@@ -761,7 +761,7 @@ def test_closing_ends_the_links(decode, prefill):
 
 
 def pool_of(decode, free, size=100):
-    pool = SimpleNamespace(get_num_free_blocks=lambda: free, num_gpu_blocks=size)
+    pool = SimpleNamespace(get_num_free_blocks=lambda: free, num_gpu_blocks=size, get_cached_block=lambda *_: None)
     decode.side.bind(SimpleNamespace(free=lambda request: None, block_pool=pool))
 
 

@@ -10,7 +10,7 @@ from vllm.v1.request import RequestStatus
 from transfer.engines import LONGEST, DecodeEngine
 from transfer.schedulers import BLOCK, FakePrefill
 from transfer.waiting import until
-from trivet.transfer.messages import Lost
+from trivet.transfer.messages import Announce, Lost
 
 
 @pytest.fixture(scope="session")
@@ -309,6 +309,34 @@ def test_a_request_that_waits_for_prefill_is_not_looked_up_in_each_step(make, pr
     engine.announce(prefill, "a")
     engine.steps_until(lambda: request.status is RequestStatus.WAITING_FOR_REMOTE_KVS, "loading")
     assert engine.side._incoming["a"].cached_tokens == 2 * BLOCK  # what is cached here does not come
+
+
+@pytest.mark.parametrize("what", ["announced", "lost"])
+def test_what_is_cached_is_found_though_news_come_between_vllms_look_and_its_question(make, prefill, monkeypatch, what):
+    engine = make(8)
+    engine.add("o", 40)
+    engine.steps_until(lambda: engine.ended, "an end, after which the prompt is cached")
+    engine.receive(prefill, "a", 40, first=what == "announced")
+    until(lambda: engine.side._incoming["a"].link._connection is not None, "a link")
+    matched, news = engine.side.matched, []
+
+    def news_come_first(request, cached_tokens):
+        if not news:
+            news.append(cached_tokens)
+            with engine.side.lock:
+                incoming = engine.side._incoming["a"]
+                incoming.link._hear(Announce("a") if what == "announced" else Lost("a", "gone", first_comes=True))
+        return matched(request, cached_tokens)
+
+    monkeypatch.setattr(engine.side, "matched", news_come_first)
+    if what == "announced":
+        request = engine.scheduler.requests["a"]
+        engine.steps_until(lambda: request.status is RequestStatus.WAITING_FOR_REMOTE_KVS, "loading")
+        assert engine.side._incoming["a"].cached_tokens == 2 * BLOCK
+    else:
+        engine.steps_until(lambda: engine.scheduled, "its own computing")
+        assert engine.scheduled == {"a": 40 - 2 * BLOCK}
+    assert news == [0]  # vLLM had looked while the request was parked
 
 
 # sliding windows

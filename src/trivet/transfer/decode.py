@@ -182,6 +182,10 @@ class DecodeSide:
             # Asked again it stands among those without blocks; until then it would hold up those that have theirs.
             incoming.gave_back = False
             return None
+        if incoming.woken:
+            incoming.woken = False
+            if not cached_tokens and not incoming.skips_cache and self._has_cached(request):
+                return None  # vLLM looked into its cache a moment before this could be said: it is to look again
         if incoming.state is not State.SETTLED and not incoming.fails:
             if incoming.lost is None and self._is_past_window(request, incoming):
                 incoming.lost = "its last token's window begins in a block that decode does not get"
@@ -201,6 +205,12 @@ class DecodeSide:
             return 0
         incoming.cached_tokens = cached_tokens
         return request.num_tokens - cached_tokens
+
+    def _has_cached(self, request: Request) -> bool:
+        """Whether the prompt's first block is in vLLM's prefix cache."""
+        pool = getattr(self._manager, "block_pool", None)
+        hashes = request.block_hashes
+        return pool is not None and bool(hashes) and pool.get_cached_block(hashes[0], [0]) is not None
 
     def _is_past_window(self, request: Request, incoming: Incoming) -> bool:
         """Whether decode, computing the prompt's last token again for the answer's first, lacks a block for it.
@@ -271,6 +281,7 @@ class DecodeSide:
         with self.lock:
             now_s = time.monotonic()
             for incoming in self._incoming.values():
+                incoming.woken = False  # vLLM looks into its cache after this
                 if incoming.state is State.OPENED and incoming.lost is None:
                     incoming.park()
                 elif incoming.state is not State.LOADING:

@@ -58,6 +58,8 @@ class Incoming:
     aborted: bool = False
     fails: bool = False
     """It must end with an error: its first token went to the client and cannot be taken here."""
+    woken: bool = False
+    """It was unparked since the last step, by another thread than the scheduler's."""
     cached_tokens: int = 0
     landed_at: set[int] = field(default_factory=set)
     """Ranks that have said so."""
@@ -84,8 +86,13 @@ class Incoming:
         """From now on what is cached here matters."""
         self.request.skip_reading_prefix_cache = self.skips_cache
 
+    def wake(self) -> None:
+        """The same from another thread than the scheduler's, which may just have looked into the cache in vain."""
+        self.unpark()
+        self.woken = True
+
     def lose(self, why: str) -> None:
         """Its KV will not come."""
         self.lost = self.lost or why
         if self.state in (State.OPENED, State.ANNOUNCED):
-            self.unpark()
+            self.wake()

@@ -123,7 +123,7 @@ class PrefillLink:
                 incoming.announced = True
                 if incoming.state is State.OPENED:
                     incoming.state = State.ANNOUNCED
-                    incoming.unpark()
+                    incoming.wake()
             case Withdraw():
                 incoming.announced = False
                 if incoming.state is State.ANNOUNCED:
