@@ -479,15 +479,15 @@ SPOKEN = [TokenChunk([5]), TokenChunk([6], finish_reason="length", cached_tokens
 async def test_events_may_be_cut_anywhere(session, engine, monkeypatch):
     """Split at every byte; the pieces are counted where they are read, as TCP could join them again."""
     pieces = 0
-    original = aiohttp.StreamReader.iter_any
+    original = aiohttp.StreamReader.readany
 
     async def counting(self):
         nonlocal pieces
-        async for piece in original(self):
-            pieces += 1
-            yield piece
+        piece = await original(self)
+        pieces += bool(piece)
+        return piece
 
-    monkeypatch.setattr(aiohttp.StreamReader, "iter_any", counting)
+    monkeypatch.setattr(aiohttp.StreamReader, "readany", counting)
     for position in range(1, len(EVENTS)):
         pause = asyncio.Event()
         engine.replies = [streaming(EVENTS[:position], pause, EVENTS[position:])]

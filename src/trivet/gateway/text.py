@@ -18,6 +18,7 @@ from trivet.legs.text import TextAsk
 from trivet.render.contract import ServingError
 from trivet.routing.choose import choose
 from trivet.routing.engines import Engines, EngineView
+from trivet.surface.chunks import chunks_of
 from trivet.surface.http import Receive, Scope, Send, answer, answer_error, answer_json, for_engines, header
 from trivet.surface.inbox import Inbox
 from trivet.surface.streams import failure
@@ -118,6 +119,7 @@ class TextApp:
             {**(owner.forwarded if owner is not None else {}), **_content_type(scope)},
             owner.colocate if owner is not None else None,
         )
+        ask.client = chunks_of(scope)
         begun, last = False, b""
         try:
             async with aclosing(self._legs.serve(ask)) as pieces:

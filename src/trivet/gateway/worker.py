@@ -33,6 +33,7 @@ from trivet.gateway.app import GENERATING, GatewayApp, Rules
 from trivet.gateway.endings import Endings
 from trivet.gateway.logs import tell_request, write_json, write_text
 from trivet.gateway.metrics import GatewayMetrics
+from trivet.gateway.server import GatewayProtocol
 from trivet.gateway.shared import Bells, SharedConfig
 from trivet.gateway.siblings import Records
 from trivet.gateway.spans import Tracing, open_tracing
@@ -276,7 +277,7 @@ async def _serve(config: WorkerConfig, news: asyncio.StreamReader) -> None:
             server = uvicorn.Server(
                 uvicorn.Config(
                     Cors(app, config.cors),
-                    http="httptools",
+                    http=GatewayProtocol,
                     lifespan="on",
                     access_log=False,
                     log_level="warning",

@@ -206,12 +206,14 @@ class Ask(Protocol[Piece]):
         params: Mapping[str, Any] | None,
         computed: Computed | Beside | None,
         accepted: Callable[[], None],
+        passed: Callable[[int], None] = lambda _: None,
     ) -> AsyncGenerator[Piece, None]:
         """Runs a decode leg, or the only leg of a colocated request (``params`` None). Closing it ends the leg.
 
         Args:
             computed: who computed the prompt, or who is computing it; None if this leg does.
             accepted: called when the engine has taken the request.
+            passed: called with the number of tokens that have gone to the client by another way than this one.
 
         Raises:
             LegError: it failed.

@@ -631,8 +631,17 @@ class Legs:
         tells_its_cache = run.record.prefill_engine is None and not run.ask.begun
         learned: Prefix | None = None
         ended = False
+        record = run.record
+
+        def passed(tokens: int) -> None:
+            goes_on = record.finish_reason is None
+            record.completion_tokens += tokens
+            if goes_on:
+                record.gaps.note(record.completion_tokens)
+            patient.heard()
+
         try:
-            async with aclosing(run.ask.decode(leg, params, computed, accepted)) as pieces:
+            async with aclosing(run.ask.decode(leg, params, computed, accepted, passed)) as pieces:
                 with (
                     self._engines.charge(engine, run.ask.tokens),
                     watch(self._engines, engine, patience, counting=not waits) as patient,

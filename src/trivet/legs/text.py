@@ -19,6 +19,7 @@ import orjson
 from trivet.journal import GenerationRecord, now_s
 from trivet.legs.ask import Beside, Computed, Leg, Prefilled
 from trivet.legs.bodies import release_at_prefill
+from trivet.legs.express import Express
 from trivet.legs.text_bodies import CHAT, COMPLETIONS, prefill_text_body, why_unsplittable, with_field
 from trivet.legs.wire import (
     GENERATE,
@@ -32,6 +33,7 @@ from trivet.legs.wire import (
     transfer_params_of,
 )
 from trivet.routing.prefixes import CHUNK_BYTES, Chain, Prefix
+from trivet.surface.chunks import Chunks
 from trivet.surface.sse import EventSplitter, data_of, with_data
 from trivet.surface.streams import MESSAGES, RESPONSES, said_in
 from trivet.surface.usage import Usage, put_cached, usage_in
@@ -111,6 +113,8 @@ class TextAsk:
         self._raw = raw
         self._body: Mapping[str, Any] = body if isinstance(body, Mapping) else {}
         self._prefix: Prefix | None = None
+        self.client: Chunks | None = None
+        """Where bytes may go to the client without coming by here, if there is such a way."""
 
     @property
     def prefix(self) -> Prefix:
@@ -191,6 +195,7 @@ class TextAsk:
         params: Mapping[str, Any] | None,
         computed: Computed | Beside | None,
         accepted: Callable[[], None],
+        passed: Callable[[int], None] = lambda _: None,
     ) -> AsyncGenerator[TextPiece, None]:
         """See ``Ask``."""
         raw = self._raw if params is None else with_field(self._raw, "kv_transfer_params", params)
@@ -206,7 +211,7 @@ class TextAsk:
                 if answer.status != 200:
                     raise refusal(engine, await answer.read(), answer.status)
                 accepted()
-                async with aclosing(self._pieces(engine, answer, computed)) as pieces:
+                async with aclosing(self._pieces(engine, answer, computed, passed)) as pieces:
                     async for piece in pieces:
                         yield piece
         finally:
@@ -214,37 +219,44 @@ class TextAsk:
                 taken.cancel()
 
     async def _pieces(
-        self, engine: str, answer: aiohttp.ClientResponse, computed: Computed | Beside | None
+        self,
+        engine: str,
+        answer: aiohttp.ClientResponse,
+        computed: Computed | Beside | None,
+        passed: Callable[[int], None] = lambda _: None,
     ) -> AsyncGenerator[TextPiece, None]:
-        head: Mapping[str, str] | None = _head(answer.headers)
         if not answer.content_type.startswith("text/event-stream"):
             content = await answer.read()
-            yield _whole(engine, content, head, await _settled(computed), computed, self._path)
+            yield _whole(engine, content, _head(answer.headers), await _settled(computed), computed, self._path)
             return
+        head: Mapping[str, str] | None = _head(answer.headers)
         splitter, tokens = EventSplitter(), _TokenEvents()
         done = self._path not in _END_WITH_A_MARK + _END_WITH_AN_EVENT
         opening: list[bytes] = []
-        while read := await answer.content.readany():
-            by = computed if not isinstance(computed, Beside) else await computed.computed()
-            plain: list[bytes] = []
-            for event in splitter.feed(read):
-                if head is None and tokens.know(event):
-                    plain.append(event)
-                    continue
+        # the others' events are numbered, and looked at on their way
+        client = self.client if self._path in _END_WITH_A_MARK else None
+        with Express(answer, tokens.know, None if client is None else client.write, passed) as express:
+            while read := await express.read(steady=head is None and tokens.knows and not splitter.pending):
+                by = computed if not isinstance(computed, Beside) else await computed.computed()
+                plain: list[bytes] = []
+                for event in splitter.feed(read):
+                    if head is None and tokens.know(event):
+                        plain.append(event)
+                        continue
+                    if plain:
+                        yield TextPiece(b"".join(plain), tokens=len(plain))
+                        plain = []
+                    piece = _event(engine, event, head, by, computed, tokens, self._path)
+                    done = done or piece.ends
+                    if piece.opens:
+                        opening.append(event)
+                        continue
+                    if opening:
+                        piece.body, opening = b"".join((*opening, piece.body)), []
+                    yield piece
+                    head = None
                 if plain:
                     yield TextPiece(b"".join(plain), tokens=len(plain))
-                    plain = []
-                piece = _event(engine, event, head, by, computed, tokens, self._path)
-                done = done or piece.ends
-                if piece.opens:
-                    opening.append(event)
-                    continue
-                if opening:
-                    piece.body, opening = b"".join((*opening, piece.body)), []
-                yield piece
-                head = None
-            if plain:
-                yield TextPiece(b"".join(plain), tokens=len(plain))
         if not done:
             raise LegError(engine, "the stream ended before the answer did", status=502, died=True)
 
@@ -347,15 +359,19 @@ class _TokenEvents:
         self._in_vain = 0
         """Examples since an event was known."""
 
+    @property
+    def knows(self) -> bool:
+        """Whether it has an example."""
+        return bool(self._before)
+
     def know(self, event: bytes) -> bool:
         """Whether it is one of those."""
-        before, behind = self._before, self._behind
-        if not before or not event.startswith(before) or not event.endswith(behind):
+        if not self._before or not event.startswith(self._before) or not event.endswith(self._behind):
             return False
-        text = event[len(before) : -len(behind)]
-        if len(before) + len(text) + len(behind) != len(event) or _TEXT.fullmatch(text) is None:
+        begin, end = len(self._before), len(event) - len(self._behind)
+        if begin > end or _TEXT.fullmatch(event, begin, end) is None:
             return False
-        if not text.isascii() and not _is_utf8(text):
+        if not event.isascii() and not _is_utf8(event[begin:end]):
             return False
         self._in_vain = 0
         return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -176,6 +176,7 @@ class TokenAsk:
         params: Mapping[str, Any] | None,
         computed: Computed | Beside | None,
         accepted: Callable[[], None],
+        passed: Callable[[int], None] = lambda _: None,
     ) -> AsyncGenerator[TokenChunk, None]:
         """See ``Ask``."""
         beside = computed if isinstance(computed, Beside) else None
@@ -184,7 +185,7 @@ class TokenAsk:
         chunks = (
             self._whole(leg, request, accepted)
             if self._wants_whole(params)
-            else self._stream(leg, request, params, accepted, made)
+            else self._stream(leg, request, params, accepted, made, passed)
         )
         fresh = not (self._sent or made)
         kept: list[TokenChunk] = []
@@ -260,10 +261,23 @@ class TokenAsk:
             self._prompt_logprobs = read_prompt_logprobs(request.token_ids, answer["prompt_logprobs"])
 
     def _stream(
-        self, leg: Leg, request: TokenRequest, params: Mapping[str, Any] | None, accepted: Callable[[], None], made: int
+        self,
+        leg: Leg,
+        request: TokenRequest,
+        params: Mapping[str, Any] | None,
+        accepted: Callable[[], None],
+        made: int,
+        passed: Callable[[int], None],
     ) -> AsyncGenerator[TokenChunk, None]:
+        def take(tokens: Sequence[int]) -> None:
+            self._sent += tokens
+            passed(len(tokens))
+            assert request.take is not None
+            request.take(tokens)
+
         body = decode_body(request, params)
-        return stream(leg.session, leg.engine.name, leg.engine.url, body, leg.headers, accepted, made=made)
+        takes = take if request.take is not None and not self._keeps else None
+        return stream(leg.session, leg.engine.name, leg.engine.url, body, leg.headers, accepted, made=made, take=takes)
 
     def _with_cache_counts(self, chunk: TokenChunk, engine: EngineView, cached_tokens: int | None) -> TokenChunk:
         """The chunk with the cache counts of the engine that computed the prompt; without any if that is unknown."""

@@ -73,6 +73,11 @@ class Watch:
         if self._task is not None and not self._left and not self._expired:
             self._set_timer()
 
+    def heard(self) -> None:
+        """The engine has said something that its leg did not have to wait for: silence counts anew."""
+        if self._task is not None and not self._left and not self._expired:
+            self._set_timer()
+
     def close(self) -> None:
         """Nobody waits any more."""
         if self._timer is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
@@ -11,6 +12,7 @@ from typing import Any, TypeGuard
 import aiohttp
 import orjson
 
+from trivet.legs.express import Express
 from trivet.render.contract import TokenChunk, TokenLogprobs
 from trivet.routing.engines import EngineView
 from trivet.surface.sse import EventSplitter, data_of
@@ -125,12 +127,15 @@ async def stream(
     headers: Mapping[str, str],
     accepted: Callable[[], None] = lambda: None,
     made: int = 0,
+    take: Callable[[Sequence[int]], None] | None = None,
 ) -> AsyncGenerator[TokenChunk, None]:
     """Runs a streamed leg, giving its tokens as they arrive. Closing the iterator ends the leg at the engine.
 
     Args:
         accepted: called when the engine has taken the request, before its first token.
         made: tokens of the answer that another engine makes, and that count towards its limit.
+        take: is given tokens that come with nothing else, when they come, in place of chunks: once the first chunk has
+            been, and whenever all that came before has been asked for.
 
     Raises:
         LegError: no answer, one that is not 200, an error event, or an end without a finish reason.
@@ -138,27 +143,40 @@ async def stream(
     last: TokenChunk | None = None
     cached_tokens: int | None = None
     tokens, done = 0, False
+    lone = LoneTokens()
+
+    def pass_on(_: bytes) -> bool:
+        nonlocal tokens
+        assert take is not None
+        found = lone.found()
+        tokens += len(found)
+        take(found)
+        return True
+
     try:
         async with post(session, engine, f"{url}{GENERATE}", dump(body), headers) as answer:
             if answer.status != 200:
                 raise refusal(engine, await answer.read(), answer.status)
             accepted()
             splitter = EventSplitter()
-            async for piece in answer.content.iter_any():
-                for event in splitter.feed(piece):
-                    if (data := data_of(event)) is None:
-                        continue
-                    if done := done or data == b"[DONE]":
-                        last = last or _finish_unsaid(body, tokens, made)
-                        continue  # read on to the end, or the connection could not be used again
-                    chunks, told = _read_event(engine, data)
-                    cached_tokens = told if told is not None else cached_tokens
-                    for chunk in chunks:
-                        tokens += len(chunk.token_ids)
-                        if chunk.finish_reason is None:
-                            yield chunk
-                        else:  # kept until usage, the next event, has told the cached tokens
-                            last = with_stop_reason(chunk, body)
+            with Express(answer, lone.find, None if take is None else pass_on) as express:
+                while piece := await express.read(steady=lone.knows and not (splitter.pending or last or done)):
+                    for event in splitter.feed(piece):
+                        if (data := data_of(event)) is None:
+                            continue
+                        if done := done or data == b"[DONE]":
+                            last = last or _finish_unsaid(body, tokens, made)
+                            continue  # read on to the end, or the connection could not be used again
+                        chunks, told = _read_event(engine, data)
+                        cached_tokens = told if told is not None else cached_tokens
+                        if take is not None and told is None:
+                            lone.learn(event, chunks)
+                        for chunk in chunks:
+                            tokens += len(chunk.token_ids)
+                            if chunk.finish_reason is None:
+                                yield chunk
+                            else:  # kept until usage, the next event, has told the cached tokens
+                                last = with_stop_reason(chunk, body)
     except LegError as error:
         error.executed = error.executed or tokens > 0
         if last is None or not error.died:
@@ -254,6 +272,56 @@ def _read_event(engine: str, data: bytes) -> tuple[list[TokenChunk], int | None]
     for chunk in chunks:
         check_finish(engine, chunk.finish_reason)
     return chunks, cached_tokens
+
+
+class LoneTokens:
+    """Knows the events of a stream that bring one token and nothing else, without parsing each of them.
+
+    They differ in one number only. So one is parsed, and what stands before and behind the number in it is kept. What
+    stands before ends with a member's name, which is there once: within a string of JSON its quotes would be escaped.
+    """
+
+    def __init__(self) -> None:
+        self._before = self._behind = b""
+        self._found: list[int] = []
+
+    @property
+    def knows(self) -> bool:
+        """Whether it has an example."""
+        return bool(self._before)
+
+    def find(self, event: bytes) -> bool:
+        """Whether it is one of those; its token is then the last of ``found``."""
+        if self._before and event.startswith(self._before) and event.endswith(self._behind):
+            digits = event[len(self._before) : len(event) - len(self._behind)]
+            if digits.isdigit() and len(digits) <= _DIGITS and (digits[:1] != b"0" or digits == b"0"):
+                self._found.append(int(digits))
+                return True
+        self._found.clear()
+        return False
+
+    def found(self) -> list[int]:
+        """The tokens of the events that were known since it was last asked."""
+        found, self._found = self._found, []
+        return found
+
+    def learn(self, event: bytes, chunks: Sequence[TokenChunk]) -> None:
+        """Takes an event for an example, if it is one.
+
+        Args:
+            chunks: all that it says.
+        """
+        self._before = b""
+        if len(chunks) != 1 or chunks[0] != TokenChunk(chunks[0].token_ids) or event.count(b'"token_ids"') != 1:
+            return
+        only = _LONE_TOKEN.search(event)
+        if only is not None and chunks[0].token_ids == [int(only[1])]:
+            self._before, self._behind = event[: only.start(1)], event[only.end(1) :]
+
+
+_LONE_TOKEN = re.compile(rb'"token_ids" ?: ?\[(\d{1,9})\]')
+_DIGITS = 9
+"""Of a token id, fewer than 2**31 has."""
 
 
 def read_choice(choice: Mapping[str, Any]) -> TokenChunk:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
@@ -37,6 +37,8 @@ class TokenRequest:
     ec_transfer_params: Mapping[str, Any] | None = None
     unsplittable: str | None = None
     """Why this one must be served colocated, or None."""
+    take: Callable[[Sequence[int]], None] | None = field(default=None, compare=False, repr=False)
+    """Is given tokens that come with nothing else, as soon as they come, in place of a chunk."""
 
 
 @dataclass(frozen=True, slots=True)

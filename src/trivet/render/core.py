@@ -9,10 +9,11 @@ everything above (n > 1, detokenizing, stop strings, logprobs, usage, streaming,
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
@@ -76,6 +77,7 @@ class SplitCore:
             if self._processor is not None:  # AsyncLLM has registered it, and forgets only what it has given us
                 self._processor.abort_requests([request.request_id], internal=True)
             raise
+        token_request = replace(token_request, take=functools.partial(self._take, request.request_id))
         task = asyncio.create_task(self._run(request, token_request), name=f"generation {request.request_id}")
         self._tasks[request.request_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(request.request_id, None))
@@ -139,6 +141,11 @@ class SplitCore:
                 request,
                 GracefulHTTPError(f"{type(error).__name__}: {error}", HTTPStatus.INTERNAL_SERVER_ERROR),
             )
+
+    def _take(self, request_id: str, tokens: Sequence[int]) -> None:
+        """Tokens of an answer with nothing else; see ``TokenRequest.take``."""
+        for token in tokens:
+            self._outputs.put_nowait(EngineCoreOutput(request_id=request_id, new_token_ids=[token]))
 
     def _correct_cached_tokens(self, request_id: str, chunk: TokenChunk) -> None:
         """vLLM reads this off the first output only; an engine that streams alone tells it with the last."""

@@ -47,6 +47,11 @@ class EventSplitter:
         self._searched = len(pending)
 
     @property
+    def pending(self) -> bool:
+        """Whether a part of an event has come."""
+        return bool(self._pending)
+
+    @property
     def rest(self) -> bytes:
         """What came behind the last whole event."""
         return bytes(self._pending)
