@@ -632,6 +632,25 @@ async def test_an_answer_that_breaks_off_is_continued_on_another_engine(reply, p
     assert record.reason == f"a pair is ready (decode-0: {problem})"
 
 
+async def test_tokens_that_were_taken_as_they_came_belong_to_the_answer():
+    """They count as those in chunks do, and an answer that breaks off is continued behind them."""
+    gates = [asyncio.Event() for _ in range(4)]
+    broken = streaming(chunk(4), gates[0], chunk(5), gates[1], chunk(6), gates[2], chunk(7), gates[3], cut=True)
+    d, other = decode(broken), decode(speaking(8), name="decode-1")
+    taken: list[int] = []
+    async with serving(prefill(), d, other) as service:
+        asking = asyncio.create_task(service.ask(sampling={"max_tokens": 9}, take=taken.extend))
+        for number, gate in enumerate(gates):
+            await holds(lambda number=number: len(service.chunks) + len(taken) > number)
+            gate.set()
+        chunks = await asking
+    assert (tokens_of(chunks), taken) == ([4, 5, 8], [6, 7])
+    assert other.calls[0].body["token_ids"] == [11, 12, 13, 4, 5, 6, 7]
+    record = service.record
+    assert (record.completion_tokens, record.resumes) == (5, 1)
+    assert sum(record.gaps.one) == 4
+
+
 async def test_a_colocated_answer_that_breaks_off_is_continued_too():
     m, n = mixed(streaming(chunk(5), cut=True)), mixed(speaking(6), name="mixed-1")
     async with serving(m, n) as service:

@@ -24,6 +24,7 @@ from helpers.engines import (
     usage,
     whole,
 )
+from helpers.processes import holds
 from trivet.legs import wire
 from trivet.legs.wire import (
     LegError,
@@ -802,3 +803,97 @@ async def test_an_engine_whose_core_died_is_no_engine_that_answered():
         500,
     )
     assert (str(told), told.died, told.status) == ("decode-0: its engine core has died", True, None)
+
+
+# tokens that are taken as they come
+
+
+def lone(token: int, **more) -> bytes:
+    return sse({**chunk(token), **more})
+
+
+async def test_tokens_that_come_alone_are_taken_once_the_first_chunk_has_been(session, engine):
+    gates = [asyncio.Event() for _ in range(5)]
+    logprobs = {"content": [{"token": "token_id:9", "logprob": -0.5, "top_logprobs": []}]}
+    odd = chunk(9, logprobs=logprobs)
+    engine.replies = [
+        streaming(chunk(3), gates[0], chunk(5), gates[1], chunk(6), gates[2], chunk(7), gates[3], odd, gates[4],
+                  chunk(8), chunk(4, finish_reason="length"), usage(3), DONE)
+    ]  # fmt: skip
+    order: list[object] = []
+
+    async def reads() -> None:
+        taking = stream(session, engine.name, engine.url, BODY, HEADERS, take=lambda tokens: order.extend(tokens))
+        async for one in taking:
+            order.append(one)
+
+    reading_task = asyncio.create_task(reads())
+    for number, gate in enumerate(gates, 1):
+        await holds(lambda number=number: len(order) >= number)
+        gate.set()
+    await reading_task
+    chunks = [one for one in order if isinstance(one, TokenChunk)]
+    assert [one if isinstance(one, int) else one.token_ids[-1] for one in order] == [3, 5, 6, 7, 9, 8, 4]
+    assert order[2:4] == [6, 7]
+    assert (chunks[0], chunks[2].logprobs is not None) == (TokenChunk([3]), True)
+    assert chunks[-1] == TokenChunk([4], finish_reason="length", cached_tokens=3)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+async def test_a_leg_that_breaks_off_behind_taken_tokens_has_been_executed(session, engine, cut):
+    second, gate, more = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    engine.replies = [streaming(chunk(4), second, chunk(5), gate, chunk(6), more, cut=cut)]
+    taken: list[int] = []
+    chunks = stream(session, engine.name, engine.url, BODY, HEADERS, take=taken.extend)
+    assert await anext(chunks) == TokenChunk([4])
+    second.set()
+    assert await anext(chunks) == TokenChunk([5])
+    following = asyncio.ensure_future(anext(chunks))
+    gate.set()
+    await holds(lambda: taken)
+    more.set()
+    with pytest.raises(LegError) as caught:
+        await following
+    assert (taken, caught.value.died, caught.value.executed) == ([6], True, True)
+
+
+ODD_NUMBERS = ("", "-1", "01", "1.0", "1,2", " 5", "5 ", "1e3", "\u0663", "99999999999")
+NUMBERS = st.one_of(
+    st.integers(0, 2**31 - 1).map(str),
+    st.sampled_from(ODD_NUMBERS),
+)
+
+
+@given(NUMBERS, st.booleans())
+def test_a_lone_token_is_known_only_where_the_event_says_it(number, spaced):
+    known = wire.LoneTokens()
+    event = lone(5) if spaced else lone(5).replace(b": ", b":").replace(b"data:", b"data: ")
+    assert not known.find(event)
+    known.learn(event, [TokenChunk([5])])
+    assert known.knows
+    other = event.replace(b"[5]", b"[%s]" % number.encode())
+    if known.find(other):
+        assert wire._read_event("e", other[6:-2]) == ([TokenChunk(known.found())], None)
+    else:
+        assert known.found() == []
+        assert not (number.isascii() and number.isdigit() and str(int(number)) == number and len(number) <= 9)
+
+
+@pytest.mark.parametrize(
+    ("event", "chunks"),
+    [
+        (lone(5), []),
+        (lone(5), [TokenChunk([5]), TokenChunk([6])]),
+        (sse(chunk(5, 6)), [TokenChunk([5, 6])]),
+        (sse(chunk(5, finish_reason="stop")), [TokenChunk([5], finish_reason="stop")]),
+        (lone(5), [TokenChunk([5], logprobs=[TokenLogprobs([5], [-1.0], 1)])]),
+        (lone(5, token_ids=[7]), [TokenChunk([5])]),
+        (sse({"choices": [{"index": 0, "tokens": [5]}]}), [TokenChunk([5])]),
+        (sse({"token_ids": [7], "choices": []}), [TokenChunk([5])]),
+    ],
+)
+def test_what_says_more_or_other_is_no_example(event, chunks):
+    known = wire.LoneTokens()
+    known.learn(lone(5), [TokenChunk([5])])
+    known.learn(event, chunks)
+    assert not known.knows

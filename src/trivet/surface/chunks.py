@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Protocol, cast
 
@@ -10,8 +11,8 @@ from trivet.surface.http import Scope
 CHUNKS = "trivet.chunks"
 """The name of ``Chunks`` among the extensions of an ASGI scope, where the server has it."""
 
-_LONGEST_SIZE = 8
-"""Hexadecimal digits of a chunk's size; one of 4 GiB is none that would be passed on."""
+_SIZE = re.compile(rb"([0-9a-fA-F]{1,8})\r\n")
+"""A chunk's size without extensions; one of 4 GiB is none that would be passed on."""
 
 
 class Chunks(Protocol):
@@ -39,15 +40,10 @@ def contents(data: bytes) -> Sequence[bytes]:
     """
     found, position, end = [], 0, len(data)
     while position < end:
-        line_end = data.find(b"\r\n", position, position + _LONGEST_SIZE + 2)
-        digits = data[position:line_end] if line_end > position else b""
-        if not digits.isalnum():  # ``int`` takes signs, blanks and underscores as well
+        line = _SIZE.match(data, position)
+        if line is None:
             return ()
-        try:
-            size = int(digits, 16)
-        except ValueError:
-            return ()
-        begin = line_end + 2
+        size, begin = int(line[1], 16), line.end()
         position = begin + size + 2
         if not size or not data.startswith(b"\r\n", begin + size):
             return ()

@@ -1,0 +1,209 @@
+"""The gateway's HTTP protocol over sockets: tokens that go on as they came, to clients of every kind."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+import uvicorn
+from aiohttp import web
+
+from helpers.engines import DONE, HANDED_OVER, FakeEngine, json_answer, listening
+from helpers.processes import holds
+from trivet.connectors import NixlConnector
+from trivet.gateway.app import GENERATING, GatewayApp
+from trivet.gateway.metrics import GatewayMetrics
+from trivet.gateway.server import GatewayProtocol
+from trivet.gateway.text import TextApp
+from trivet.journal import GenerationRecord, Journal
+from trivet.legs import express
+from trivet.legs.life import Legs
+from trivet.legs.wire import open_session
+from trivet.routing.engines import Engines
+
+CHAT = "/v1/chat/completions"
+WAIT_S = 20.0
+
+
+def delta(content: str, finish: str | None = None) -> bytes:
+    event = {"id": "c", "choices": [{"index": 0, "delta": {"content": content}, "finish_reason": finish}]}
+    return b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n"
+
+
+class Stream:
+    """A decode engine's answer that a test writes."""
+
+    def __init__(self) -> None:
+        self.answer: web.StreamResponse | None = None
+        self.begun, self.over = asyncio.Event(), asyncio.Event()
+        self.written = 0
+
+    async def __call__(self, request: web.Request) -> web.StreamResponse:
+        self.answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await self.answer.prepare(request)
+        self.begun.set()
+        await self.over.wait()
+        await self.answer.write_eof()
+        return self.answer
+
+    async def write(self, event: bytes) -> None:
+        async with asyncio.timeout(WAIT_S):
+            await self.begun.wait()
+            assert self.answer is not None
+            await self.answer.write(event)
+        self.written += len(event)
+
+
+class Scene:
+    def __init__(self, port: int, stream: Stream, journal: Journal, server: uvicorn.Server) -> None:
+        self.port, self.stream, self.journal, self.server = port, stream, journal, server
+
+    @property
+    def generation(self) -> GenerationRecord:
+        (record,) = self.journal.newest(1)
+        return record.generations[0]
+
+    @contextlib.asynccontextmanager
+    async def asking(self, version: str = "1.1", limit: int = 2**16) -> AsyncIterator[asyncio.StreamReader]:
+        body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True}).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=limit)
+        head = f"POST {CHAT} HTTP/{version}\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+        writer.write(f"{head}\r\n\r\n".encode() + body)
+        try:
+            yield reader
+        finally:
+            writer.close()
+
+
+@contextlib.asynccontextmanager
+async def scene() -> AsyncIterator[Scene]:
+    stream = Stream()
+    prefill = FakeEngine("prefill-0", "prefill", json_answer({"choices": [], "kv_transfer_params": HANDED_OVER}))
+    decode = FakeEngine("decode-0", "decode", stream)
+    async with listening(prefill, decode), open_session() as session:
+        engines, metrics, journal = Engines(), GatewayMetrics(), Journal()
+        engines.update([prefill.view(), decode.view()])
+        legs = Legs(engines, session, NixlConnector(), metrics.ended)
+        plane = TextApp(engines, legs, GENERATING)
+        app = GatewayApp(plane, engines, legs, metrics, fleet=dict, guards_itself=False, journal=journal)
+        config = uvicorn.Config(app, http=GatewayProtocol, lifespan="off", log_config=None, server_header=False)
+        server = uvicorn.Server(config)
+        listener = socket.create_server(("127.0.0.1", 0))
+        serving = asyncio.create_task(server.serve([listener]))
+        await holds(lambda: server.started)
+        yield Scene(listener.getsockname()[1], stream, journal, server)
+        stream.over.set()
+        server.should_exit = True
+        await serving
+        await legs.close()
+
+
+async def chunks(reader: asyncio.StreamReader, most: int = 10**9) -> list[bytes]:
+    """The next chunks of an answer, at most so many; to its end else."""
+    found: list[bytes] = []
+    async with asyncio.timeout(WAIT_S):
+        while len(found) < most and (size := int(await reader.readline(), 16)):
+            found.append(await reader.readexactly(size))
+            assert await reader.readexactly(2) == b"\r\n"
+    return found
+
+
+@pytest.fixture
+def by_itself(monkeypatch) -> list[bytes]:
+    """What went on without being read."""
+    seen: list[bytes] = []
+    init = express.Express.__init__
+
+    def watched(self, answer, is_known, write, passed=lambda _: None):
+        init(self, answer, is_known, write and (lambda data: write(data) and not seen.append(data)), passed)
+
+    monkeypatch.setattr(express.Express, "__init__", watched)
+    return seen
+
+
+async def test_tokens_go_on_by_themselves_each_when_it_comes(by_itself):
+    async with scene() as one, one.asking() as reader:
+        head, got = None, []
+        for number in range(6):
+            await one.stream.write(delta(f"token {number} \U0001f600\\n"))
+            head = head or await reader.readuntil(b"\r\n\r\n")
+            got += await chunks(reader, 1)
+        await one.stream.write(delta("", "stop"))
+        await one.stream.write(DONE)
+        one.stream.over.set()
+        got += await chunks(reader)
+        assert got == [delta(f"token {number} \U0001f600\\n") for number in range(6)] + [delta("", "stop"), DONE]
+        assert b"transfer-encoding: chunked" in head.lower()
+        assert len(by_itself) >= 4
+        record = one.generation
+        assert (record.completion_tokens, record.finish_reason) == (7, "stop")
+        assert sum(record.gaps.one) == 6
+
+
+async def test_a_client_of_http_1_0_has_no_chunks(by_itself):
+    async with scene() as one, one.asking("1.0") as reader:
+        for number in range(4):
+            await one.stream.write(delta(str(number)))
+            await asyncio.sleep(0.01)
+        await one.stream.write(DONE)
+        one.stream.over.set()
+        async with asyncio.timeout(WAIT_S):
+            whole = await reader.read()
+    body = whole.partition(b"\r\n\r\n")[2]
+    if b"transfer-encoding: chunked" not in whole.lower():
+        assert body == b"".join(delta(str(number)) for number in range(4)) + DONE
+        assert by_itself == []
+
+
+async def test_a_client_that_reads_slowly_holds_the_engine_back_and_gets_everything(by_itself):
+    events = [delta(f"{number} {'x' * 20_000}") for number in range(1_500)]
+    async with scene() as one, one.asking() as reader:
+        for event in events[:5]:
+            await one.stream.write(event)
+            await asyncio.sleep(0.02)
+        assert by_itself
+
+        async def write() -> None:
+            for event in events[5:]:
+                await one.stream.write(event)
+            await one.stream.write(DONE)
+            one.stream.over.set()
+
+        writing = asyncio.create_task(write())
+        before = -1
+        while before != one.stream.written:  # until nothing goes on any more
+            before = one.stream.written
+            await asyncio.sleep(0.3)
+        (connection,) = one.server.server_state.connections
+        assert connection.transport.get_write_buffer_size() < 2**20
+        assert one.stream.written < 0.8 * len(b"".join(events))
+        await reader.readuntil(b"\r\n\r\n")
+        got = b"".join(await chunks(reader))
+        await writing
+    assert got == b"".join(events) + DONE
+
+
+async def test_a_client_that_leaves_ends_the_leg():
+    async with scene() as one:
+        async with one.asking() as reader:
+            for number in range(4):
+                await one.stream.write(delta(str(number)))
+                if not number:
+                    await reader.readuntil(b"\r\n\r\n")
+                await chunks(reader, 1)
+        await holds(lambda: one.generation.finish_reason)
+        assert (one.generation.finish_reason, one.generation.completion_tokens) == ("abort", 4)
+
+
+async def test_one_connection_may_ask_again():
+    """The next answer of a connection has a way of its own."""
+    async with scene() as one, one.asking() as reader:
+        await one.stream.write(delta("a"))
+        await one.stream.write(DONE)
+        one.stream.over.set()
+        await reader.readuntil(b"\r\n\r\n")
+        assert await chunks(reader) == [delta("a"), DONE]
+        (connection,) = one.server.server_state.connections
+        assert not connection.cycle.scope["extensions"]["trivet.chunks"].write(b"1\r\nx\r\n")
