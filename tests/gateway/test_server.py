@@ -2,17 +2,22 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import socket
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import pytest
 import uvicorn
 from aiohttp import web
 
 from helpers.engines import DONE, HANDED_OVER, FakeEngine, json_answer, listening
+from helpers.garbage import collect
+from helpers.loops import on_both_loops
 from helpers.processes import holds
 from trivet.connectors import NixlConnector
+from trivet.gateway import server
 from trivet.gateway.app import GENERATING, GatewayApp
 from trivet.gateway.metrics import GatewayMetrics
 from trivet.gateway.server import GatewayProtocol
@@ -22,6 +27,7 @@ from trivet.legs import express
 from trivet.legs.life import Legs
 from trivet.legs.wire import open_session
 from trivet.routing.engines import Engines
+from trivet.surface.chunks import CHUNKS
 
 CHAT = "/v1/chat/completions"
 WAIT_S = 20.0
@@ -89,13 +95,13 @@ async def scene() -> AsyncIterator[Scene]:
         plane = TextApp(engines, legs, GENERATING)
         app = GatewayApp(plane, engines, legs, metrics, fleet=dict, guards_itself=False, journal=journal)
         config = uvicorn.Config(app, http=GatewayProtocol, lifespan="off", log_config=None, server_header=False)
-        server = uvicorn.Server(config)
+        serves = uvicorn.Server(config)
         listener = socket.create_server(("127.0.0.1", 0))
-        serving = asyncio.create_task(server.serve([listener]))
-        await holds(lambda: server.started)
-        yield Scene(listener.getsockname()[1], stream, journal, server)
+        serving = asyncio.create_task(serves.serve([listener]))
+        await holds(lambda: serves.started)
+        yield Scene(listener.getsockname()[1], stream, journal, serves)
         stream.over.set()
-        server.should_exit = True
+        serves.should_exit = True
         await serving
         await legs.close()
 
@@ -123,6 +129,7 @@ def by_itself(monkeypatch) -> list[bytes]:
     return seen
 
 
+@on_both_loops
 async def test_tokens_go_on_by_themselves_each_when_it_comes(by_itself):
     async with scene() as one, one.asking() as reader:
         head, got = None, []
@@ -142,21 +149,20 @@ async def test_tokens_go_on_by_themselves_each_when_it_comes(by_itself):
         assert sum(record.gaps.one) == 6
 
 
-async def test_a_client_of_http_1_0_has_no_chunks(by_itself):
+@on_both_loops
+async def test_a_client_of_http_1_0_gets_the_same():
+    """uvicorn answers it in chunks too, as it does where nothing goes on by itself."""
     async with scene() as one, one.asking("1.0") as reader:
         for number in range(4):
             await one.stream.write(delta(str(number)))
             await asyncio.sleep(0.01)
         await one.stream.write(DONE)
         one.stream.over.set()
-        async with asyncio.timeout(WAIT_S):
-            whole = await reader.read()
-    body = whole.partition(b"\r\n\r\n")[2]
-    if b"transfer-encoding: chunked" not in whole.lower():
-        assert body == b"".join(delta(str(number)) for number in range(4)) + DONE
-        assert by_itself == []
+        assert b"transfer-encoding: chunked" in (await reader.readuntil(b"\r\n\r\n")).lower()
+        assert b"".join(await chunks(reader)) == b"".join(delta(str(number)) for number in range(4)) + DONE
 
 
+@on_both_loops
 async def test_a_client_that_reads_slowly_holds_the_engine_back_and_gets_everything(by_itself):
     events = [delta(f"{number} {'x' * 20_000}") for number in range(1_500)]
     async with scene() as one, one.asking() as reader:
@@ -185,6 +191,7 @@ async def test_a_client_that_reads_slowly_holds_the_engine_back_and_gets_everyth
     assert got == b"".join(events) + DONE
 
 
+@on_both_loops
 async def test_a_client_that_leaves_ends_the_leg():
     async with scene() as one:
         async with one.asking() as reader:
@@ -197,6 +204,7 @@ async def test_a_client_that_leaves_ends_the_leg():
         assert (one.generation.finish_reason, one.generation.completion_tokens) == ("abort", 4)
 
 
+@on_both_loops
 async def test_one_connection_may_ask_again():
     """The next answer of a connection has a way of its own."""
     async with scene() as one, one.asking() as reader:
@@ -206,4 +214,57 @@ async def test_one_connection_may_ask_again():
         await reader.readuntil(b"\r\n\r\n")
         assert await chunks(reader) == [delta("a"), DONE]
         (connection,) = one.server.server_state.connections
-        assert not connection.cycle.scope["extensions"]["trivet.chunks"].write(b"1\r\nx\r\n")
+        assert not connection.cycle.scope["extensions"][CHUNKS].write(b"1\r\nx\r\n")
+
+
+@on_both_loops
+async def test_what_requests_leave_goes_without_the_collector():
+    collect()
+    gc.disable()
+    try:
+        async with scene() as one:
+            one.stream.over.set()
+            for _ in range(20):
+                async with one.asking() as reader, asyncio.timeout(WAIT_S):
+                    await reader.readuntil(b"\r\n\r\n")
+            await holds(lambda: not one.server.server_state.connections)
+            await asyncio.sleep(0.05)
+            assert sum(isinstance(left, GatewayProtocol) for left in gc.get_objects()) == 0
+    finally:
+        gc.enable()
+
+
+def test_a_uvicorn_that_is_not_known_writes_nothing_and_says_so_once(monkeypatch, caplog):
+    class Odd:
+        pass
+
+    monkeypatch.setattr(server._Writer, "_fits", True)
+    protocol = Odd()
+    writer = server._Writer(protocol)
+    protocol.cycle = SimpleNamespace(scope={"extensions": {CHUNKS: writer}})
+    assert not writer.write(b"1\r\nx\r\n")
+    assert not writer.write(b"1\r\nx\r\n")
+    (line,) = caplog.messages
+    assert line.startswith("this uvicorn is not known (")
+
+
+@on_both_loops
+async def test_a_fault_of_our_own_is_not_the_engines(monkeypatch, caplog):
+    def odd(*_):
+        raise RuntimeError("odd")
+
+    monkeypatch.setattr(server._Writer, "write", odd)
+    async with scene() as one, one.asking() as reader:
+        await one.stream.write(delta("0"))
+        await reader.readuntil(b"\r\n\r\n")
+        got = await chunks(reader, 1)
+        for number in (1, 2):
+            await asyncio.sleep(0.02)
+            with contextlib.suppress(ConnectionError):  # the leg has ended
+                await one.stream.write(delta(str(number)))
+        got += await chunks(reader)
+        assert (one.generation.error, one.generation.attempts) == ("RuntimeError: odd", 1)
+    assert b"".join(got).startswith(delta("0"))
+    assert b'data: {"error"' in b"".join(got)
+    assert "RuntimeError: odd" in caplog.text
+    assert "broke off" not in caplog.text

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helpers.loops import on_both_loops
 from helpers.processes import holds
 from trivet.legs.express import Express
 from trivet.legs.wire import open_session
@@ -114,6 +115,7 @@ async def said(one: Scene, *pieces: bytes) -> None:
             await holds(lambda length=length: len(one.body) > length)
 
 
+@on_both_loops
 async def test_known_events_go_on_by_themselves_once_a_chunk_begins_where_they_do():
     async with scene() as one:
         reading = asyncio.create_task(one.read())
@@ -128,6 +130,7 @@ async def test_known_events_go_on_by_themselves_once_a_chunk_begins_where_they_d
 @pytest.mark.parametrize(
     "piece", [chunk(OTHER), chunk(KNOWN % 1) + chunk(OTHER), chunk(KNOWN % 1)[:-1], b"b;x\r\ndata: k12\n\n\r\n"]
 )
+@on_both_loops
 async def test_anything_else_is_read(piece):
     rest = b"\n" if piece.endswith(b"\r") else b""
     async with scene() as one:
@@ -140,6 +143,7 @@ async def test_anything_else_is_read(piece):
 
 
 @pytest.mark.parametrize("why", ["the client reads slowly", "it is not steady", "what came before is worked on"])
+@on_both_loops
 async def test_they_wait_where_they_must(why):
     async with scene() as one:
         reading = asyncio.create_task(one.read())
@@ -190,6 +194,7 @@ async def test_every_byte_comes_once_and_in_order_however_it_is_cut(events, data
         assert one.passed == len(one.by_itself)
 
 
+@on_both_loops
 async def test_the_connection_serves_the_next_request():
     async with scene() as one:
         for _ in range(3):
@@ -200,6 +205,7 @@ async def test_the_connection_serves_the_next_request():
         assert one.by_itself == [KNOWN % 1] * 3
 
 
+@on_both_loops
 async def test_an_engine_that_breaks_off_is_heard():
     async with scene() as one:
         reading = asyncio.create_task(one.read())
@@ -210,6 +216,7 @@ async def test_an_engine_that_breaks_off_is_heard():
         assert one.by_itself == [KNOWN % 1]
 
 
+@on_both_loops
 async def test_whoever_stops_reading_gets_nothing_more():
     async with scene() as one:
         reading = asyncio.create_task(one.read())
@@ -223,6 +230,7 @@ async def test_whoever_stops_reading_gets_nothing_more():
         one.engine.pieces.put_nowait(None)
 
 
+@on_both_loops
 async def test_without_a_way_to_the_client_all_is_read():
     async with scene() as one:
 
@@ -236,3 +244,47 @@ async def test_without_a_way_to_the_client_all_is_read():
 
         one.engine.pieces.put_nowait(HEAD + chunk(KNOWN % 1) + chunk(KNOWN % 2) + END)
         assert await read() == KNOWN % 1 + KNOWN % 2
+
+
+@pytest.mark.parametrize("where", ["is_known", "write", "passed"])
+@on_both_loops
+async def test_a_fault_of_our_own_is_told_to_whoever_reads(where):
+    def odd(*_):
+        raise RuntimeError("odd")
+
+    async with scene() as one:
+
+        async def read() -> None:
+            ways = {"is_known": lambda _: True, "write": lambda _: True, "passed": lambda _: None, where: odd}
+            async with one.session.post(one.url, data=b"{}") as answer:
+                with Express(answer, **ways) as express:
+                    while piece := await express.read(steady=True):
+                        one.seen.append(("read", piece))
+
+        reading = asyncio.create_task(read())
+        await said(one, HEAD, chunk(OTHER))
+        one.engine.pieces.put_nowait(chunk(KNOWN % 1))
+        with pytest.raises(RuntimeError, match="odd"):
+            await reading
+        assert one.body == OTHER
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        HEAD.replace(b"transfer-encoding: chunked", b"content-length: 18"),
+        HEAD.replace(b"transfer-encoding: chunked", b"connection: close"),
+    ],
+)
+@on_both_loops
+async def test_an_answer_that_is_not_chunked_is_read(head):
+    body = b"5\r\ndata:\r\n" + b"x" * 8
+    async with scene() as one:
+        reading = asyncio.create_task(one.read())
+        one.engine.pieces.put_nowait(head)
+        await asyncio.sleep(0.02)
+        one.engine.pieces.put_nowait(body)
+        if b"close" in head:
+            one.engine.pieces.put_nowait(None)
+        await reading
+        assert (one.body, one.by_itself) == (body, [])

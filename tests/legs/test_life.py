@@ -651,6 +651,48 @@ async def test_tokens_that_were_taken_as_they_came_belong_to_the_answer():
     assert sum(record.gaps.one) == 4
 
 
+async def test_of_an_answer_that_is_kept_until_its_end_nothing_is_taken():
+    """It may be begun anew, and would come twice."""
+    gates = [asyncio.Event() for _ in range(3)]
+    broken = streaming(chunk(4), gates[0], chunk(5), gates[1], chunk(6), gates[2], cut=True)
+    d, other = decode(broken), decode(speaking(7, 8), name="decode-1")
+    taken: list[int] = []
+    async with serving(prefill(), d, other) as service:
+        seeded = {"max_tokens": 9, "seed": 7, "temperature": 0.7}
+        asking = asyncio.create_task(service.ask(sampling=seeded, whole=True, take=taken.extend))
+        for gate in gates:
+            await asyncio.sleep(0.02)
+            gate.set()
+        assert (tokens_of(await asking), taken) == ([7, 8], [])
+
+
+async def paced(service, taken: list[int], gates: list[asyncio.Event], pause_s: float) -> None:
+    for number, gate in enumerate(gates):
+        await holds(lambda number=number: len(service.chunks) + len(taken) > number)
+        await asyncio.sleep(pause_s)
+        gate.set()
+
+
+@pytest.mark.parametrize("deadline", [False, True])
+async def test_tokens_that_are_taken_are_signs_of_life_and_stop_no_deadline(deadline):
+    """Six tokens, 0.4 s apart, and then silence, of which 1 s is suffered."""
+    gates = [asyncio.Event() for _ in range(6)]
+    pieces = [piece for number, gate in enumerate(gates) for piece in (chunk(number + 3), gate)]
+    taken: list[int] = []
+    patience = Patience(silence_s=1.0, deadline_s=now_s() + 1.4 if deadline else None)
+    async with serving(mixed(streaming(*pieces, asyncio.Event()), refusing(500)), patience=patience) as service:
+        pacing = asyncio.create_task(paced(service, taken, gates, 0.4))
+        begun_s = now_s()
+        error = await service.fails(sampling={"max_tokens": 9}, take=taken.extend)
+        took_s = now_s() - begun_s
+        pacing.cancel()
+    if deadline:
+        assert (error.status, 1.2 < took_s < 2.4) == (504, True)
+    else:
+        assert "said nothing for 1 s" in error.message
+        assert (len(taken), took_s > 2.8) == (4, True)
+
+
 async def test_a_colocated_answer_that_breaks_off_is_continued_too():
     m, n = mixed(streaming(chunk(5), cut=True)), mixed(speaking(6), name="mixed-1")
     async with serving(m, n) as service:

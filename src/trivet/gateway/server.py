@@ -8,9 +8,15 @@ at once.
 
 from __future__ import annotations
 
+import logging
+import weakref
+from collections.abc import Mapping
+
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from trivet.surface.chunks import CHUNKS
+
+logger = logging.getLogger(__name__)
 
 
 class GatewayProtocol(HttpToolsProtocol):
@@ -20,29 +26,39 @@ class GatewayProtocol(HttpToolsProtocol):
         """A request begins. (``httptools`` calls it.)"""
         super().on_message_begin()
         scope: dict[str, object] = self.scope  # type: ignore[assignment]  # extensions are of servers' own
-        scope["extensions"] = {CHUNKS: _Writer(self, scope)}
+        scope["extensions"] = {CHUNKS: _Writer(self)}
 
 
 class _Writer:
-    """See ``surface.chunks.Chunks``; of one request."""
+    """See ``surface.chunks.Chunks``; of one request. It keeps nothing alive: requests leave no cycles behind."""
 
-    __slots__ = ("_protocol", "_scope")
+    __slots__ = ("__weakref__", "_protocol")
 
-    def __init__(self, protocol: HttpToolsProtocol, scope: object) -> None:
-        self._protocol, self._scope = protocol, scope
+    _fits = True
+    """Whether uvicorn has inside what is looked at here."""
+
+    def __init__(self, protocol: HttpToolsProtocol) -> None:
+        self._protocol = weakref.ref(protocol)
 
     def write(self, chunks: bytes) -> bool:
-        protocol = self._protocol
-        cycle = protocol.cycle
-        if (
-            cycle is None
-            or cycle.scope is not self._scope
-            or not cycle.response_started
-            or cycle.response_complete
-            or cycle.disconnected
-            or not cycle.chunked_encoding
-            or protocol.flow.write_paused
-        ):
+        protocol = self._protocol()
+        if protocol is None or not _Writer._fits:
+            return False
+        try:
+            cycle = protocol.cycle
+            extensions: Mapping[str, object] = cycle.scope.get("extensions") or {}
+            if (
+                extensions.get(CHUNKS) is not self  # the connection's next request has come
+                or not cycle.response_started
+                or cycle.response_complete
+                or cycle.disconnected
+                or not cycle.chunked_encoding
+                or protocol.flow.write_paused
+            ):
+                return False
+        except AttributeError as error:
+            _Writer._fits = False
+            logger.warning("this uvicorn is not known (%s): tokens are passed on in the long way", error)
             return False
         protocol.transport.write(chunks)
         return True

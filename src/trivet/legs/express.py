@@ -37,7 +37,8 @@ class Express(asyncio.Protocol):
     ) -> None:
         """
         Args:
-            is_known: whether the content of a chunk is an event that may go on, and brings one token.
+            is_known: whether the content of a chunk is an event that may go on, and brings one token. What it
+                remembers of events goes with the next ``write``, or with a False of its own.
             write: gives whole chunks to the client; False if that cannot be now. None lets nothing go on by itself.
             passed: called with the number of tokens that were in them.
         """
@@ -51,8 +52,9 @@ class Express(asyncio.Protocol):
         """Whoever reads the answer waits for more: all that came before has gone on."""
 
     def __enter__(self) -> Express:
-        connection = self._answer.connection
-        if self._write is not None and connection is not None and connection.transport is not None:
+        connection, headers = self._answer.connection, self._answer.headers
+        is_chunked = headers.get("Transfer-Encoding", "").lower() == "chunked" and "Content-Encoding" not in headers
+        if self._write is not None and is_chunked and connection is not None and connection.transport is not None:
             self._transport, self._inner = connection.transport, connection.protocol
             self._transport.set_protocol(self)
         return self
@@ -80,21 +82,33 @@ class Express(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes of the answer."""
-        if self._open and self._at_chunk and self._write is not None:
-            events = contents(data)
-            for event in events:
-                if not self._is_known(event):
-                    break
-            else:
-                if events and self._write(data):
-                    self._passed(len(events))
+        if self._open and self._at_chunk:
+            try:
+                if self._goes_on(data):
                     return
+            except Exception as error:  # of our own: no fault of the engine, which an error in here would count as
+                self._answer.content.set_exception(error)
+                self._write = None
+                return
             self._open = False
         self._at_chunk = data.endswith(_END_OF_EVENT)
         assert self._inner is not None
         self._inner.data_received(data)
         if self._answer.content.is_eof():  # its connection may serve another request from now on
             self._leave()
+
+    def _goes_on(self, data: bytes) -> bool:
+        """Passes on what consists of known events; False if it does not, or nothing can be passed on now."""
+        events = contents(data)
+        if self._write is None or not events:
+            return False
+        for event in events:
+            if not self._is_known(event):
+                return False
+        if not self._write(data):
+            return False
+        self._passed(len(events))
+        return True
 
     def eof_received(self) -> bool | None:
         """The engine sends no more."""

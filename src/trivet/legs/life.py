@@ -633,7 +633,7 @@ class Legs:
         ended = False
         record = run.record
 
-        def passed(tokens: int) -> None:
+        def passed(tokens: int) -> None:  # while the leg is read, and so inside the watch
             goes_on = record.finish_reason is None
             record.completion_tokens += tokens
             if goes_on:

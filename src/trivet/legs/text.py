@@ -233,7 +233,7 @@ class TextAsk:
         splitter, tokens = EventSplitter(), _TokenEvents()
         done = self._path not in _END_WITH_A_MARK + _END_WITH_AN_EVENT
         opening: list[bytes] = []
-        # the others' events are numbered, and looked at on their way
+        # the others' events are looked at on their way: an error behind them is told by what came last
         client = self.client if self._path in _END_WITH_A_MARK else None
         with Express(answer, tokens.know, None if client is None else client.write, passed) as express:
             while read := await express.read(steady=head is None and tokens.knows and not splitter.pending):

@@ -306,12 +306,11 @@ class LoneTokens:
         return found
 
     def learn(self, event: bytes, chunks: Sequence[TokenChunk]) -> None:
-        """Takes an event for an example, if it is one.
+        """Takes an event for an example, if it is one; else the former one stays.
 
         Args:
             chunks: all that it says.
         """
-        self._before = b""
         if len(chunks) != 1 or chunks[0] != TokenChunk(chunks[0].token_ids) or event.count(b'"token_ids"') != 1:
             return
         only = _LONE_TOKEN.search(event)
@@ -319,9 +318,9 @@ class LoneTokens:
             self._before, self._behind = event[: only.start(1)], event[only.end(1) :]
 
 
-_LONE_TOKEN = re.compile(rb'"token_ids" ?: ?\[(\d{1,9})\]')
 _DIGITS = 9
-"""Of a token id, fewer than 2**31 has."""
+"""Most of a token id that is known without parsing; longer ones are parsed."""
+_LONE_TOKEN = re.compile(rb'"token_ids" ?: ?\[(\d{1,%d})\]' % _DIGITS)
 
 
 def read_choice(choice: Mapping[str, Any]) -> TokenChunk:

@@ -59,7 +59,7 @@ class Incoming:
     fails: bool = False
     """It must end with an error: its first token went to the client and cannot be taken here."""
     woken: bool = False
-    """It was unparked since the last step, by another thread than the scheduler's."""
+    """It was woken since the last step."""
     cached_tokens: int = 0
     landed_at: set[int] = field(default_factory=set)
     """Ranks that have said so."""
@@ -87,7 +87,7 @@ class Incoming:
         self.request.skip_reading_prefix_cache = self.skips_cache
 
     def wake(self) -> None:
-        """The same from another thread than the scheduler's, which may just have looked into the cache in vain."""
+        """The same while vLLM may just have looked into its cache in vain: from another thread than the scheduler's."""
         self.unpark()
         self.woken = True
 
