@@ -63,8 +63,8 @@ class Stream:
 
 
 class Scene:
-    def __init__(self, port: int, stream: Stream, journal: Journal, server: uvicorn.Server) -> None:
-        self.port, self.stream, self.journal, self.server = port, stream, journal, server
+    def __init__(self, port: int, stream: Stream, app: GatewayApp, journal: Journal, server: uvicorn.Server) -> None:
+        self.port, self.stream, self.app, self.journal, self.server = port, stream, app, journal, server
 
     @property
     def generation(self) -> GenerationRecord:
@@ -72,11 +72,13 @@ class Scene:
         return record.generations[0]
 
     @contextlib.asynccontextmanager
-    async def asking(self, version: str = "1.1", limit: int = 2**16) -> AsyncIterator[asyncio.StreamReader]:
+    async def asking(
+        self, version: str = "1.1", limit: int = 2**16, more: str = ""
+    ) -> AsyncIterator[asyncio.StreamReader]:
         body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True}).encode()
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=limit)
-        head = f"POST {CHAT} HTTP/{version}\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-        writer.write(f"{head}\r\n\r\n".encode() + body)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        head = f"POST {CHAT} HTTP/{version}\r\nhost: x\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(body)}{more}\r\n\r\n".encode() + body)
         try:
             yield reader
         finally:
@@ -84,7 +86,7 @@ class Scene:
 
 
 @contextlib.asynccontextmanager
-async def scene() -> AsyncIterator[Scene]:
+async def scene(unread_s: float | None = None) -> AsyncIterator[Scene]:
     stream = Stream()
     prefill = FakeEngine("prefill-0", "prefill", json_answer({"choices": [], "kv_transfer_params": HANDED_OVER}))
     decode = FakeEngine("decode-0", "decode", stream)
@@ -94,16 +96,23 @@ async def scene() -> AsyncIterator[Scene]:
         legs = Legs(engines, session, NixlConnector(), metrics.ended)
         plane = TextApp(engines, legs, GENERATING)
         app = GatewayApp(plane, engines, legs, metrics, fleet=dict, guards_itself=False, journal=journal)
-        config = uvicorn.Config(app, http=GatewayProtocol, lifespan="off", log_config=None, server_header=False)
+        config = uvicorn.Config(
+            app, http=GatewayProtocol.cutting_off(unread_s), lifespan="off", log_config=None, server_header=False
+        )
         serves = uvicorn.Server(config)
         listener = socket.create_server(("127.0.0.1", 0))
         serving = asyncio.create_task(serves.serve([listener]))
         await holds(lambda: serves.started)
-        yield Scene(listener.getsockname()[1], stream, journal, serves)
+        yield Scene(listener.getsockname()[1], stream, app, journal, serves)
         stream.over.set()
         serves.should_exit = True
         await serving
         await legs.close()
+
+
+async def flood(one: Scene) -> None:
+    for number in range(1_500):
+        await one.stream.write(delta(f"{number} {'x' * 20_000}"))
 
 
 async def chunks(reader: asyncio.StreamReader, most: int = 10**9) -> list[bytes]:
@@ -189,6 +198,37 @@ async def test_a_client_that_reads_slowly_holds_the_engine_back_and_gets_everyth
         got = b"".join(await chunks(reader))
         await writing
     assert got == b"".join(events) + DONE
+
+
+@pytest.mark.parametrize("how", ["for too long", "when its time is up"])
+@on_both_loops
+async def test_a_client_that_stops_reading_is_cut_off(how):
+    unread_s, more = (0.5, "") if how == "for too long" else (None, "\r\nx-trivet-deadline-s: 1")
+    async with scene(unread_s) as one, one.asking(more=more):
+        with contextlib.suppress(ConnectionError):  # the leg has ended
+            for number in range(1_500):
+                await one.stream.write(delta(f"{number} {'x' * 20_000}"))
+        await holds(lambda: one.generation.finish_reason or one.generation.error)
+        await holds(lambda: not one.server.server_state.connections)
+        if how == "for too long":
+            assert one.generation.finish_reason == "abort"
+        else:
+            assert one.generation.error == "the request's deadline has passed"
+        await holds(lambda: not one.app.gauges().requests_running)
+
+
+@on_both_loops
+async def test_a_client_that_reads_a_little_is_not_cut_off():
+    async with scene(0.8) as one, one.asking() as reader:
+        writing = asyncio.create_task(flood(one))
+        read_bytes = 0
+        for _ in range(8):
+            await asyncio.sleep(0.2)
+            async with asyncio.timeout(WAIT_S):
+                read_bytes += len(await reader.readexactly(1_000_000))
+        assert one.server.server_state.connections
+        assert one.generation.finish_reason is None
+        writing.cancel()
 
 
 @on_both_loops

@@ -358,6 +358,16 @@ async def test_a_stream_is_passed_on_byte_for_byte(engine, leg):
     assert [one.head for one in pieces[1:]] == [None] * 3
 
 
+async def test_who_speaks_is_no_token(engine, leg):
+    """vLLM says it in an event of its own, before there is a token."""
+    choices = [{"index": n, "delta": {"role": "assistant", "content": ""}, "finish_reason": None} for n in (0, 1)]
+    said = {"index": 0, "delta": {"role": "assistant", "content": "a"}, "finish_reason": None}
+    ended = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": "stop"}
+    events = [{"choices": choices[:1]}, {"choices": choices}, {"choices": [said]}, {"choices": [ended]}]
+    engine.replies = [streaming(*events, DONE)]
+    assert [one.tokens for one in await decoded(ask_of(), leg())] == [0, 0, 1, 1, 0]
+
+
 async def test_a_stream_may_be_cut_anywhere(engine, leg):
     engine.replies = [streaming(*(STREAM[at : at + 1] for at in range(len(STREAM))))]
     pieces = await decoded(ask_of(), leg())

@@ -215,6 +215,7 @@ async def test_a_stop_string_ends_the_decode_leg(service, stream):
         assert said == text[: text.index(stop)]
         await one.stack.at_rest()
         assert one.stack.sim("decode-0").state().requests[-1].was_aborted
+        assert one.stack.records[-1].finish_reason == "stop"  # the client did not leave
 
 
 @pytest.mark.parametrize("connector", ["TrivetConnector", "NixlConnector"])

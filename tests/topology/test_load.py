@@ -137,6 +137,10 @@ REFUSALS = [
         "trivet.yaml:5: gateway.otlp: a collector's URL looks like http://host:4318, with a port from 1 to 65535",
     ),
     (
+        SPLIT + 'gateway:\n  api_keys: [a, ""]\n',
+        "trivet.yaml:5: gateway.api_keys.1: must be text that is not empty (got '')",
+    ),
+    (
         SPLIT + "gateway:\n  api_keys:\n",
         "trivet.yaml:5: gateway.api_keys: there is nothing behind it: give a value, or leave the key out",
     ),

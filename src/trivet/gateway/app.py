@@ -29,6 +29,7 @@ from trivet.legs.life import Legs
 from trivet.render.contract import ServingError
 from trivet.routing.board import Count
 from trivet.routing.engines import Engines
+from trivet.surface.chunks import chunks_of
 from trivet.surface.http import (
     ASGIApp,
     Message,
@@ -54,6 +55,8 @@ logger = logging.getLogger(__name__)
 _SECONDS = re.compile(r"\d{1,9}(\.\d{1,9})?", re.ASCII)
 CLIENT_LEFT = 499
 """What is counted for a client that left before it had an answer; nginx's number for it."""
+_LAST_WORD_S = 1.0
+"""How long a client may take to read that its time is up."""
 _LISTED = 100
 """Requests that ``/trivet/requests`` shows unless told otherwise."""
 SERVED_HEADER = b"x-trivet-served"
@@ -315,6 +318,7 @@ class GatewayApp:
             rewrites_errors=bool(self._guarded),
         )
         record.decided = answered.begin
+        last_word: asyncio.TimerHandle | None = None
         try:
             body = await self._body(scope, inbox)
             if body is None:
@@ -334,6 +338,7 @@ class GatewayApp:
             scope = {**scope, "headers": headers}
             del body, parsed  # the application has it from here on
             record.queued_s = now_s()
+            last_word = _last_word(scope, record)
             async with self._turn(inbox, record.deadline_s) as is_in:
                 if not is_in:
                     return
@@ -356,6 +361,8 @@ class GatewayApp:
             if not await answered.fail(error):
                 raise
         finally:
+            if last_word is not None:
+                last_word.cancel()
             record.decided = None  # the journal keeps the record, and is not to keep the connection
             if record.status is None:
                 self._count(record, CLIENT_LEFT)
@@ -438,6 +445,15 @@ class GatewayApp:
         # with all of them, whichever matches: the time that it takes says nothing about a key
         matches = [hmac.compare_digest(digest, own) for own in self._key_digests]
         return scheme.lower() == "bearer" and any(matches)
+
+
+def _last_word(scope: Scope, record: RequestRecord) -> asyncio.TimerHandle | None:
+    """Cuts off a client that does not read when its time is up: what ends its answer could not be written."""
+    chunks = chunks_of(scope)
+    if chunks is None or record.deadline_s is None:
+        return None
+    seconds = max(0.0, record.deadline_s - now_s()) + _LAST_WORD_S
+    return asyncio.get_running_loop().call_later(seconds, chunks.cut)
 
 
 async def _nothing() -> None:

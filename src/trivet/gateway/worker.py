@@ -277,7 +277,7 @@ async def _serve(config: WorkerConfig, news: asyncio.StreamReader) -> None:
             server = uvicorn.Server(
                 uvicorn.Config(
                     Cors(app, config.cors),
-                    http=GatewayProtocol,
+                    http=GatewayProtocol.cutting_off(limits.unread_s),
                     lifespan="on",
                     access_log=False,
                     log_level="warning",

@@ -166,6 +166,11 @@ class Ask(Protocol[Piece]):
         ...
 
     @property
+    def answered(self) -> bool:
+        """Whether the client has its whole answer though more may come: what ends the generation then is no abort."""
+        ...
+
+    @property
     def begun(self) -> bool:
         """Whether something of the answer was given out."""
         ...

@@ -234,7 +234,7 @@ class Legs:
             record.error = f"{type(error).__name__}: {error}"
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            record.finish_reason = record.finish_reason or "abort"
+            record.finish_reason = record.finish_reason or ("stop" if ask.answered else "abort")
             raise
         finally:
             self.running -= 1

@@ -105,7 +105,7 @@ class TextAsk:
         self.unsplittable = why_unsplittable(path, body) or unsplittable
         self.may_take_first_token = self.wants_one_token = False
         self.prompt = self.unsaid_end = None
-        self.begun = False
+        self.begun = self.answered = False
         # A rewritten body is refused for what it is: only an engine that has the client's own says what is wrong.
         self.legs_speak_for_client = False
         self.obstacle: str | None = "the text plane passes on what one engine writes"
@@ -441,13 +441,21 @@ def _event(
         for choice in choices:
             reason = choice.get("finish_reason") or reason
             check_finish(engine, reason)
-        count, usage = int(bool(choices)) or said.tokens, usage_in(value)
+        count, usage = int(any(map(_brings_token, choices))) or said.tokens, usage_in(value)
         if tokens is not None and count and reason is None and usage is None:
             tokens.learn(event, data)
         _found(source, usage)
         if _corrected(usage, computed):
             event = with_data(event, value)
         return TextPiece(event, head, count, reason, Usage.parse(usage), said.opens, said.ends)
+
+
+def _brings_token(choice: Mapping[str, Any]) -> bool:
+    """Whether a choice tells of a token: a chat's first event says who speaks, and is written before there is any."""
+    delta = choice.get("delta")
+    if not isinstance(delta, Mapping) or "role" not in delta or choice.get("finish_reason") is not None:
+        return True
+    return any(said for name, said in delta.items() if name != "role")
 
 
 def _found(source: Computed | Beside | None, usage: Any) -> None:

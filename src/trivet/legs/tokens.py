@@ -130,6 +130,11 @@ class TokenAsk:
         return None
 
     @property
+    def answered(self) -> bool:
+        """See ``Ask``."""
+        return self._request.is_answered()
+
+    @property
     def begun(self) -> bool:
         """See ``Ask``."""
         return bool(self._sent)

@@ -37,6 +37,8 @@ class TokenRequest:
     ec_transfer_params: Mapping[str, Any] | None = None
     unsplittable: str | None = None
     """Why this one must be served colocated, or None."""
+    is_answered: Callable[[], bool] = field(default=lambda: False, compare=False, repr=False)
+    """Whether the client has its whole answer though tokens may still come: a stop string has matched."""
     take: Callable[[Sequence[int]], None] | None = field(default=None, compare=False, repr=False)
     """Is given tokens that come with nothing else, as soon as they come, in place of a chunk."""
 

@@ -43,6 +43,10 @@ class SplitCore:
         self._served_name = served_name
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._outputs: asyncio.Queue[EngineCoreOutput] = asyncio.Queue()
+        self._reader: asyncio.Task[Any] | None = None
+        """vLLM's, which makes text of outputs and looks for stop strings."""
+        self._answered: set[str] = set()
+        """Generations in whose text it has found one."""
         self._processor: OutputProcessor | None = None
         self._max_model_len: int | None = None
         # what AsyncLLM reads of an engine core client
@@ -77,23 +81,36 @@ class SplitCore:
             if self._processor is not None:  # AsyncLLM has registered it, and forgets only what it has given us
                 self._processor.abort_requests([request.request_id], internal=True)
             raise
-        token_request = replace(token_request, take=functools.partial(self._take, request.request_id))
+        request_id = request.request_id
+        token_request = replace(
+            token_request,
+            take=functools.partial(self._take, request_id),
+            is_answered=lambda: request_id in self._answered,
+        )
         task = asyncio.create_task(self._run(request, token_request), name=f"generation {request.request_id}")
         self._tasks[request.request_id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(request.request_id, None))
+        task.add_done_callback(lambda _: self._forget(request_id))
 
     async def abort_requests_async(self, request_ids: Sequence[str]) -> None:
-        """Ends generations: the client is gone, or a stop string matched."""
+        """Ends generations: the client is gone, or a stop string matched, as whoever reads outputs has seen."""
+        matched = asyncio.current_task() is self._reader
         for request_id in request_ids:
             if task := self._tasks.get(request_id):
+                if matched:
+                    self._answered.add(request_id)
                 task.cancel()
 
     async def get_output_async(self) -> EngineCoreOutputs:
         """The next outputs; everything that is ready is taken in one go."""
+        self._reader = asyncio.current_task()
         outputs = [await self._outputs.get()]
         while not self._outputs.empty():
             outputs.append(self._outputs.get_nowait())
         return EngineCoreOutputs(outputs=outputs)
+
+    def _forget(self, request_id: str) -> None:
+        self._tasks.pop(request_id, None)
+        self._answered.discard(request_id)
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
         """Text generation, and nothing that needs the model's hidden states."""

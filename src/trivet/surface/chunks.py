@@ -27,6 +27,10 @@ class Chunks(Protocol):
         """
         ...
 
+    def cut(self) -> None:
+        """Closes the connection if its client does not read what is there: it can be told nothing more."""
+        ...
+
 
 def chunks_of(scope: Scope) -> Chunks | None:
     """The extension, where the server has it."""

@@ -386,6 +386,9 @@ class Limits(_Strict):
     silence_s: float | None = Field(
         300.0, gt=0, le=86400, description="an engine that says nothing about a request for so long counts as hung"
     )
+    unread_s: float | None = Field(
+        60.0, gt=0, le=86400, description="a client that reads nothing for so long, though there is more, is cut off"
+    )
     body_mib: int = Field(64, ge=1, le=4096, description="largest body of a request; more than any prompt needs")
 
 
@@ -483,7 +486,9 @@ class Gateway(_Strict):
     host: str = Field("127.0.0.1", description="this machine only, unless told otherwise")
     port: int = Field(8000, ge=0, le=65535, description="0: a free one")
     workers: int = Field(1, ge=1, le=64, description="processes; more when one core cannot render and stream it all")
-    api_keys: list[str] = Field(default_factory=list, description="clients must send one of them, if there are any")
+    api_keys: list[Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=list, description="clients must send one of them, if there are any"
+    )
     drain_s: float = Field(30.0, ge=0, le=86400, description="how long running requests may take after a stop")
     continue_answers: bool | None = Field(
         None,

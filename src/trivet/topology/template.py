@@ -51,6 +51,6 @@ gateway:
   drain_s: 30                 # how long running requests may take after a stop
   # plane: text               # engines render by themselves, and their bytes are passed through
   # split: always             # whatever that costs; auto splits where it pays, never does not
-  # limits: {running: 1024, queued: 1024, queue_s: 30, deadline_s: 600, silence_s: 300, body_mib: 64}
+  # limits: {running: 1024, queued: 1024, queue_s: 30, deadline_s: 600, silence_s: 300, unread_s: 60, body_mib: 64}
   # allow: []                 # what clients may say of how KV is moved; nothing, as it can end an engine
 """

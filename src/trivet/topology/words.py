@@ -22,6 +22,7 @@ _WANTED: Mapping[str, str] = {
     "mapping_type": _A_MAPPING,
     "model_attributes_type": _A_MAPPING,
     "model_type": _A_MAPPING,
+    "string_too_short": "text that is not empty",
     "string_type": "text (in quotes, where YAML reads something else)",
 }
 """By pydantic's type of error."""
