@@ -28,6 +28,7 @@ from trivet.legs.life import Legs
 from trivet.legs.wire import open_session
 from trivet.routing.engines import Engines
 from trivet.surface.chunks import CHUNKS
+from trivet.surface.streams import MESSAGES
 
 CHAT = "/v1/chat/completions"
 WAIT_S = 20.0
@@ -73,11 +74,11 @@ class Scene:
 
     @contextlib.asynccontextmanager
     async def asking(
-        self, version: str = "1.1", limit: int = 2**16, more: str = ""
+        self, version: str = "1.1", more: str = "", path: str = CHAT, stream: bool = True
     ) -> AsyncIterator[asyncio.StreamReader]:
-        body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True}).encode()
+        body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": stream}).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        head = f"POST {CHAT} HTTP/{version}\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = f"POST {path} HTTP/{version}\r\nhost: x\r\ncontent-type: application/json\r\n"
         writer.write(f"{head}content-length: {len(body)}{more}\r\n\r\n".encode() + body)
         try:
             yield reader
@@ -86,7 +87,7 @@ class Scene:
 
 
 @contextlib.asynccontextmanager
-async def scene(unread_s: float | None = None) -> AsyncIterator[Scene]:
+async def scene(unread_s: float | None = None, drain_s: int | None = None) -> AsyncIterator[Scene]:
     stream = Stream()
     prefill = FakeEngine("prefill-0", "prefill", json_answer({"choices": [], "kv_transfer_params": HANDED_OVER}))
     decode = FakeEngine("decode-0", "decode", stream)
@@ -95,9 +96,14 @@ async def scene(unread_s: float | None = None) -> AsyncIterator[Scene]:
         engines.update([prefill.view(), decode.view()])
         legs = Legs(engines, session, NixlConnector(), metrics.ended)
         plane = TextApp(engines, legs, GENERATING)
-        app = GatewayApp(plane, engines, legs, metrics, fleet=dict, guards_itself=False, journal=journal)
+        told = {"fleet": dict, "journal": journal, "stopping": lambda: serves.should_exit}
+        app = GatewayApp(plane, engines, legs, metrics, guards_itself=False, **told)
         config = uvicorn.Config(
-            app, http=GatewayProtocol.cutting_off(unread_s), lifespan="off", log_config=None, server_header=False
+            app,
+            http=GatewayProtocol.cutting_off(unread_s),
+            lifespan="off",
+            log_config=None,
+            timeout_graceful_shutdown=drain_s,
         )
         serves = uvicorn.Server(config)
         listener = socket.create_server(("127.0.0.1", 0))
@@ -308,3 +314,30 @@ async def test_a_fault_of_our_own_is_not_the_engines(monkeypatch, caplog):
     assert b'data: {"error"' in b"".join(got)
     assert "RuntimeError: odd" in caplog.text
     assert "broke off" not in caplog.text
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+@pytest.mark.parametrize("stream", [False, True])
+@on_both_loops
+async def test_what_still_runs_when_a_stop_takes_too_long_is_told_so(caplog, path, stream):
+    async with scene(drain_s=1) as one, one.asking(path=path, stream=stream) as reader:
+        await holds(one.stream.begun.is_set)
+        if stream:
+            await one.stream.write(delta("0"))
+            head = await reader.readuntil(b"\r\n\r\n")
+            await chunks(reader, 1)
+        one.server.should_exit = True
+        if stream:
+            assert head.startswith(b"HTTP/1.1 200")
+            content = b"".join(await chunks(reader))
+            content = content[content.index(b"{") :].partition(b"\n\n")[0]
+        else:
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503")
+            assert b"retry-after: 1" in head
+            assert b"x-request-id: " in head
+            content = await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split(b"\r")[0]))
+    error = json.loads(content)["error"]
+    assert error["message"].startswith("the gateway is stopping")
+    assert ("type" in json.loads(content)) is (path == MESSAGES)
+    assert "Traceback" not in caplog.text

@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 _SECONDS = re.compile(r"\d{1,9}(\.\d{1,9})?", re.ASCII)
 CLIENT_LEFT = 499
 """What is counted for a client that left before it had an answer; nginx's number for it."""
+_CUT_OFF = "the gateway is stopping, and the time that running requests had for it (gateway.drain_s) is over"
 _LAST_WORD_S = 1.0
 """How long a client may take to read that its time is up."""
 _LISTED = 100
@@ -355,6 +356,10 @@ class GatewayApp:
             await self._too_large(scope, answered)
         except ServingError as error:
             await answer_error(answered, error.status, error.message, path=record.path)
+        except asyncio.CancelledError:
+            if not self._stopping() or inbox.has_left:
+                raise
+            await answered.cut_off()  # the server gives up on what still runs
         except Exception as error:
             if record.status is None:
                 self._count(record, 500)  # which the server answers then
@@ -578,6 +583,17 @@ class _Answered:
             logger.error("%s broke off", self._record.path, exc_info=error)
         await self({"type": "http.response.body", "body": failure(self._record.path, told, 500, None, self._last)})
         return True
+
+    async def cut_off(self) -> None:
+        """Ends an answer for which there is no time any more."""
+        await self.begin()
+        if self._ended:
+            return
+        if not self._begun:
+            await answer_error(self, 503, _CUT_OFF, path=self._record.path)
+        elif self._corrects:
+            event = failure(self._record.path, _CUT_OFF, 503, None, self._last)
+            await self({"type": "http.response.body", "body": event})
 
     async def begin(self) -> None:
         """Sends a head that has waited, with what is known by now."""
