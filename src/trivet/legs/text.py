@@ -223,7 +223,7 @@ class TextAsk:
         engine: str,
         answer: aiohttp.ClientResponse,
         computed: Computed | Beside | None,
-        passed: Callable[[int], None] = lambda _: None,
+        passed: Callable[[int], None],
     ) -> AsyncGenerator[TextPiece, None]:
         if not answer.content_type.startswith("text/event-stream"):
             content = await answer.read()

@@ -70,8 +70,7 @@ class Watch:
     def count(self) -> None:
         """From now on silence counts: what the engine had to wait for is there."""
         self._counting = True
-        if self._task is not None and not self._left and not self._expired:
-            self._set_timer()
+        self.heard()
 
     def heard(self) -> None:
         """The engine has said something that its leg did not have to wait for: silence counts anew."""
