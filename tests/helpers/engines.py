@@ -75,7 +75,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         """Ids that it was asked to end; it has no effect on what it answers."""
         self._news = asyncio.Condition()
-        application = web.Application()
+        application = web.Application(client_max_size=2**30)
         application.router.add_post("/inference/v1/abort_requests", self._abort)
         application.router.add_route("*", "/{path:.*}", self._serve)
         self._server = TestServer(application)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from helpers.engines import token_request
 from trivet.legs.bodies import (
+    a_token_of,
     behind,
     decode_body,
     first_token_may_be_handed_over,
@@ -16,7 +17,7 @@ from trivet.legs.bodies import (
     whole_body,
     why_unsplittable,
 )
-from trivet.render.contract import TokenRequest
+from trivet.render.contract import Features, Item, TokenRequest
 
 PARAMS = {"do_remote_decode": True}
 
@@ -49,12 +50,46 @@ REQUESTS = st.builds(
     priority=st.integers(-5, 5),
     reasoning_ended=st.none() | st.booleans(),
     reasoning_parser_kwargs=st.none() | st.dictionaries(st.text(max_size=5), st.booleans()),
+    features=st.none() | st.just(Features((Item("image", 0, 1),), [b"{}"])),
 )
 
 
 def prompt_of(body: dict) -> dict:
     """What shapes the prompt's KV or says where it is cached."""
-    return {name: body[name] for name in ("token_ids", "model", "cache_salt", "priority") if name in body}
+    names = ("token_ids", "features", "model", "cache_salt", "priority")
+    return {name: body[name] for name in names if name in body}
+
+
+def test_images_are_sent_with_every_leg_that_has_the_whole_prompt():
+    features = Features((Item("image", 1, 2),), [b"{}"])
+    request = token_request(features=features, prompt_logprobs=1)
+    bodies = [
+        prefill_body(request, PARAMS),
+        decode_body(request, None),
+        decode_body(behind(request, [5, 6]), PARAMS),
+        whole_body(request),
+        release_body(request, PARAMS),
+    ]
+    assert all(body["features"] is features for body in bodies)
+    assert "features" not in decode_body(token_request(), None)
+
+
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [
+        ([], 11),
+        ([(0, 1)], 12),
+        ([(0, 2)], 13),
+        ([(0, 1), (1, 1)], 13),
+        ([(1, 1)], 11),
+        ([(0, 1), (2, 1)], 12),
+        ([(0, 3)], 11),  # nothing else is there
+    ],
+)
+def test_a_token_that_stands_for_no_image(items, expected):
+    features = Features(tuple(Item("image", *one) for one in items), [b"{}"])
+    assert a_token_of(token_request(features=features)) == expected
+    assert a_token_of(token_request()) == 11
 
 
 def test_the_prefill_leg_of_a_plain_request():
@@ -88,7 +123,8 @@ def test_the_prefill_leg_makes_one_token_and_none_of_the_answer(request):
     assert body["sampling_params"] == {"temperature": 0.0, "max_tokens": 1, "min_tokens": 1, "detokenize": False}
     assert body["stream"] is False
     assert set(body) <= {
-        "token_ids", "model", "cache_salt", "priority", "sampling_params", "stream", "kv_transfer_params",
+        *("token_ids", "features", "model", "cache_salt", "priority", "sampling_params", "stream"),
+        "kv_transfer_params",
     }  # fmt: skip
 
 
@@ -122,6 +158,8 @@ def test_bodies_are_json_and_the_request_stays_as_it_was(request, sent):
         whole_body(request),
         release_body(request, PARAMS),
     ):
+        features = body.pop("features", None)
+        assert features is request.features
         assert json.loads(json.dumps(body)) == body
         body["sampling_params"]["max_tokens"] = None
         body["token_ids"].append(1)

@@ -41,7 +41,7 @@ from trivet.legs import life, release, tokens
 from trivet.legs.life import Legs
 from trivet.legs.watch import Patience
 from trivet.legs.wire import open_session
-from trivet.render.contract import ServingError, TokenChunk, TokenLogprobs
+from trivet.render.contract import Features, Item, ServingError, TokenChunk, TokenLogprobs
 from trivet.routing.engines import Engines
 
 
@@ -1356,6 +1356,44 @@ async def test_who_may_not_steer_does_not(owned):
     assert p.legs() == ["prefill"]
     assert d.calls[0].body["kv_transfer_params"] == HANDED_OVER
     assert "ec_transfer_params" not in d.calls[0].body
+
+
+PICTURED = Features((Item("image", 0, 1),), [b'{"mm_hashes":{"image":["image"]}}'])
+
+
+async def test_images_go_with_both_legs_and_with_what_continues_the_answer():
+    p, d, e = prefill(), decode(streaming(chunk(5), cut=True)), decode(speaking(6), name="decode-1")
+    async with serving(p, d, e) as service:
+        await service.ask(features=PICTURED)
+    sent = [call.body["features"] for engine in (p, d, e) for call in engine.calls]
+    assert len(sent) == 4  # prefilled anew for the rest
+    assert sent == [{"mm_hashes": {"image": ["image"]}}] * 4
+    assert e.calls[0].body["token_ids"][-1] == 5
+
+
+@pytest.mark.parametrize(
+    ("path", "steers", "served"),
+    [
+        ("/inference/v1/generate", False, False),
+        ("/inference/v1/generate", True, True),
+        ("/v1/chat/completions", False, True),
+    ],
+)
+async def test_tensors_that_a_client_makes_itself_are_for_those_who_may_steer(path, steers, served):
+    """Of another shape than the model's they end an engine; those of a chat the gateway has made."""
+    p, d = prefill(), decode()
+    owner = Journal().open("req-1", path)
+    owner.may_steer = steers
+    async with serving(p, d) as service:
+        with owned_by(owner):
+            if served:
+                await service.ask(features=PICTURED)
+            else:
+                with pytest.raises(ServingError, match="not for clients of this service") as caught:
+                    await service.ask(features=PICTURED)
+                assert caught.value.status == 400
+            await service.ask()  # text is for everyone
+    assert len(p.calls) == 1 + served
 
 
 async def test_a_conversation_reaches_engines_as_a_header():

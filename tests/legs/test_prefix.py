@@ -7,6 +7,7 @@ from helpers.stack import token_request
 from trivet.legs.text import TextAsk
 from trivet.legs.text_bodies import CHAT, COMPLETIONS
 from trivet.legs.tokens import TokenAsk
+from trivet.render.contract import Features, Item
 
 NOTHING = ()
 
@@ -34,6 +35,19 @@ def test_ids_model_and_salt_name_a_prompt():
     ]
     assert [len(one) for one in chains] == [4] * 5
     assert len({one for chain in chains for one in chain}) == 20
+
+
+def pictured(*items):
+    return of_tokens(features=Features(tuple(Item(*one) for one in items), [b"{}"]))
+
+
+def test_images_name_a_prompt_from_where_they_begin():
+    chains = [of_tokens(), pictured(("a", 70, 100)), pictured(("b", 70, 100)), pictured(("a", 70, 100), ("b", 200, 20))]
+    assert [len(one) for one in chains] == [4] * 4
+    assert len({one[0] for one in chains}) == 1
+    assert len({one[1] for one in chains}) == 3
+    assert chains[1][:3] == chains[3][:3]
+    assert chains[1][3] != chains[3][3]
 
 
 @pytest.mark.parametrize(

@@ -32,13 +32,14 @@ from trivet.legs.wire import (
     dump,
     generate,
     open_session,
+    parts_of,
     post,
     read_logprobs,
     read_prompt_logprobs,
     reading,
     stream,
 )
-from trivet.render.contract import TokenChunk, TokenLogprobs
+from trivet.render.contract import Features, TokenChunk, TokenLogprobs
 from trivet.routing.engines import EngineView
 
 BODY = {"token_ids": [1], "sampling_params": {"max_tokens": 2}}
@@ -84,6 +85,52 @@ async def test_a_leg_is_a_post_of_its_body(session, engine):
     assert answer["choices"][0]["token_ids"] == [7]
     assert engine.calls[0].body == BODY
     assert engine.calls[0].headers["X-Request-Id"] == "gen-1-decode"
+
+
+FEATURES = Features((), (b'{"mm_hashes":', b'{"image":["a"]}}'))
+
+
+@given(st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5) | st.just("\ud800"), min_size=1))
+def test_images_are_a_field_of_the_body_as_they_are(fields):
+    body = {**fields, "features": FEATURES}
+    assert json.loads(b"".join(parts_of(body))) == {**fields, "features": {"mm_hashes": {"image": ["a"]}}}
+    assert [part for part in parts_of(body) if any(part is one for one in FEATURES.encoded)] == list(FEATURES.encoded)
+    plain = {**fields, "features": None}
+    assert parts_of(plain) == [dump(plain)]
+
+
+@pytest.mark.parametrize("size", [0, wire._AT_ONCE_BYTES - 200, wire._AT_ONCE_BYTES, 5 * 10**6])
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_body_of_any_size_arrives_whole(session, engine, size, streamed):
+    engine.replies = [streaming(EVENTS) if streamed else whole(7)]
+    body = {**BODY, "features": Features((), [json.dumps("x" * size).encode()])}
+    if streamed:
+        assert [one async for one in stream(session, engine.name, engine.url, body, HEADERS)]
+    else:
+        await generate(session, engine.name, engine.url, body, HEADERS)
+    (call,) = engine.calls
+    assert call.raw == b"".join(parts_of(body))
+    assert call.headers["Content-Length"] == f"{len(call.raw)}"
+    assert call.headers["X-Request-Id"] == "gen-1-decode"
+    assert HEADERS == {"X-Request-Id": "gen-1-decode"}
+
+
+async def test_others_have_their_turns_while_a_large_body_is_sent():
+    pieces, turns = [], 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)  # what is counted is whose turn it is
+
+    other = asyncio.create_task(count())
+    async for piece in wire._in_turns([b"a" * (3 * wire._AT_ONCE_BYTES), b"b"]):
+        pieces.append(bytes(piece))
+    other.cancel()
+    assert b"".join(pieces) == b"a" * (3 * wire._AT_ONCE_BYTES) + b"b"
+    assert max(len(piece) for piece in pieces) == wire._AT_ONCE_BYTES
+    assert turns >= 3
 
 
 async def test_token_ids_that_are_keys_are_sent_as_json_has_them(session, engine):

@@ -1,7 +1,9 @@
 """What stands where vLLM's engine core client stood, by itself; with vLLM's front end above it: ``test_frontend``."""
 
 import asyncio
+import json
 import random
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from helpers.processes import holds
 from helpers.token_engine import ScriptedEngine, saying
 from trivet.legs.wire import read_logprobs
-from trivet.render.contract import ServingError, TokenChunk, TokenLogprobs
+from trivet.render.contract import Item, ServingError, TokenChunk, TokenLogprobs
 
 
 @pytest.fixture
@@ -179,7 +181,6 @@ async def test_transfer_parameters_are_fields_of_their_own(core, make_request, e
         ({"prompt_token_ids": None}, {}, "prompt embeddings are not served by this gateway"),
         ({"prompt_embeds": object()}, {}, "prompt embeddings are not served by this gateway"),
         ({"sampling_params": None}, {}, "prompt embeddings are not served by this gateway"),
-        ({"mm_features": [object()]}, {}, "multimodal prompts are not served by this gateway"),
     ],
 )
 async def test_what_token_ids_cannot_carry_is_refused_by_name(core, make_request, changes, sampling, message):
@@ -188,6 +189,121 @@ async def test_what_token_ids_cannot_carry_is_refused_by_name(core, make_request
         await one.core.add_request_async(make_request(sampling, **changes))
     assert (str(caught.value), caught.value.http_status) == (message, 501)
     assert (one.engine.requests, one.core.running) == ([], 0)
+
+
+# images and the like; what they become: ``test_features``
+
+
+@pytest.fixture
+def image(core):
+    """An item as vLLM's front end gives it."""
+    import torch
+    from vllm.multimodal.inputs import (
+        MultiModalBatchedField,
+        MultiModalFeatureSpec,
+        MultiModalFieldElem,
+        MultiModalKwargsItem,
+        PlaceholderRange,
+    )
+
+    def make(offset: int = 1, length: int = 2, **changes: Any) -> MultiModalFeatureSpec:
+        pixels = MultiModalFieldElem(torch.zeros(2, 3), MultiModalBatchedField())
+        values = {
+            "data": MultiModalKwargsItem({"pixel_values": pixels}),
+            "modality": "image",
+            "identifier": "image-a",
+            "mm_position": PlaceholderRange(offset, length),
+            "mm_hash": "image-a",
+        }
+        return MultiModalFeatureSpec(**values | changes)
+
+    return make
+
+
+async def test_images_go_out_encoded(core, make_request, image):
+    features = (await asked(core, make_request(mm_features=[image()]))).features
+    assert features.items == (Item("image-a", 1, 2),)
+    assert json.loads(b"".join(features.encoded))["mm_hashes"] == {"image": ["image-a"]}
+    for nothing in (None, []):
+        assert (await asked(core, make_request(mm_features=nothing))).features is None
+
+
+async def test_what_of_an_image_engines_cannot_be_told_is_refused_before_anything_is_begun(core, make_request, image):
+    one = Running(core)
+    known = []
+    one.core.attach(SimpleNamespace(abort_requests=lambda ids, internal: known.append((ids, internal))), 8)
+    with pytest.raises(core.GracefulHTTPError, match="without its tensors") as caught:
+        await one.core.add_request_async(make_request(mm_features=[image(data=None)]))
+    assert caught.value.http_status == 501
+    assert (one.engine.requests, one.core.running, known) == ([], 0, [(["gen-1"], True)])
+
+
+async def test_items_are_shortened_only_where_that_was_said_to_be_right(core, make_request, image):
+    import torch
+    from vllm.multimodal.inputs import PlaceholderRange
+
+    marked = image(mm_position=PlaceholderRange(0, 3, is_embed=torch.tensor([False, True, False])))
+    one = Running(core)
+    with pytest.raises(core.GracefulHTTPError, match="is_embed"):
+        await one.core.add_request_async(make_request(mm_features=[marked]))
+    one.core.attach(SimpleNamespace(request_states={}), 8, core.Rules(shortens=True))
+    await one.core.add_request_async(make_request(mm_features=[marked]))
+    await one.outputs(1)
+    assert one.engine.request.features.items == (Item("image-a", 1, 1),)
+
+
+async def test_the_choices_of_a_request_share_what_is_sent(core, make_request, image, monkeypatch):
+    calls = []
+
+    def encode(items):
+        calls.append(items)
+        return original(items)
+
+    original = core.encode
+    monkeypatch.setattr(core, "encode", encode)
+    one, shared = Running(core), [image()]
+    for number in range(3):
+        await one.core.add_request_async(make_request(request_id=f"{number}_gen", mm_features=shared))
+    await one.outputs(3)
+    assert len(calls) == 1
+    assert len({id(request.features) for request in one.engine.requests}) == 1
+    await one.core.add_request_async(make_request(request_id="other", mm_features=[image()]))
+    await one.outputs(1)
+    assert (len(calls), one.core._encoding) == (2, {})
+
+
+async def test_a_choice_that_is_ended_leaves_the_others_their_images(core, make_request, image, monkeypatch):
+    going = threading.Event()
+
+    def encode(items):
+        assert going.wait(20)
+        return original(items)
+
+    original = core.encode
+    monkeypatch.setattr(core, "encode", encode)
+    one, shared = Running(core), [image()]
+    for name in ("a", "b"):
+        await one.core.add_request_async(make_request(request_id=name, mm_features=shared))
+    await asyncio.sleep(0)
+    await one.core.abort_requests_async(["a"])
+    await holds(lambda: one.core.running == 1)
+    going.set()
+    assert [output.request_id for output in await one.outputs(1)] == ["b"]
+
+
+async def test_an_image_that_cannot_be_encoded_fails_its_request_alone(core, make_request, image, monkeypatch):
+    def encode(items):
+        raise TypeError("no tensor")
+
+    monkeypatch.setattr(core, "encode", encode)
+    one, told = Running(core), []
+    state = SimpleNamespace(queue=SimpleNamespace(put=told.append), parent_req=None)
+    one.core.attach(SimpleNamespace(request_states={"gen-1": state}, abort_requests=lambda *_, **__: []), 8)
+    await one.core.add_request_async(make_request(mm_features=[image()]))
+    await holds(lambda: told != [])
+    assert (told[0].http_status, str(told[0])) == (500, "TypeError: no tensor")
+    await one.core.add_request_async(make_request(request_id="text"))
+    await one.outputs(1)
 
 
 @pytest.mark.parametrize(("said", "sent"), [(None, None), (True, None), (False, False)])

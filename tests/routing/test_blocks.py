@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trivet.routing.blocks import Blocks, TooManyBlocksError
-from trivet.routing.prefixes import CHUNK_TOKENS, Chain
+from trivet.routing.prefixes import CHUNK_TOKENS, Chain, named
 
 MODEL = "served"
 
@@ -40,9 +40,9 @@ class Cache:
         assert self.found >= set(chunks), "taken back without having been told"
         self.found -= set(chunks)
 
-    def tokens(self, token_ids, model=MODEL, salt=None) -> int:
+    def tokens(self, token_ids, model=MODEL, salt=None, items=()) -> int:
         chain = Chain.of_tokens(model, salt)
-        chain.extend(token_ids)
+        chain.extend_bytes(named(token_ids, items))
         held = [one in self.found for one in chain.hashes]
         assert sorted(held, reverse=True) == held, "what is behind a hole cannot be found"
         return sum(held) * CHUNK_TOKENS
@@ -117,8 +117,8 @@ def test_a_salt_that_is_called_as_the_adapter_is_a_salt():
     assert (cache.tokens(IDS, "lora", "lora"), cache.tokens(IDS, "lora")) == (64, 0)
 
 
-@pytest.mark.parametrize("foreign", [[["image", -3]], [b"embeddings"], [["image", 0], "salt"]])
-def test_images_and_embeddings_are_left_out_and_all_behind_them(foreign):
+@pytest.mark.parametrize("foreign", [[b"embeddings"], ["salt", ["image", 0]], [["image", "0"]], [["image", 0, 1]], [7]])
+def test_embeddings_and_what_nobody_knows_are_left_out_and_all_behind_them(foreign):
     cache = Cache()
     made = store(cache, IDS, extra_keys=[*[None] * 8, foreign, *[None] * 23])
     assert cache.tokens(IDS) == 128
@@ -127,6 +127,38 @@ def test_images_and_embeddings_are_left_out_and_all_behind_them(foreign):
     cache = Cache()
     store(cache, IDS, extra_keys=[foreign, *[None] * 31])
     assert (cache.found, len(cache.blocks)) == (set(), 0)
+
+
+def keys_of(items, size, length=512):
+    """Extra keys of each block as vLLM tells them; an item is its offset, its length and its name."""
+
+    def keys(start):
+        return [[name, at - start] for at, span, name in items if at < start + size and start < at + span]
+
+    return [keys(start) or None for start in range(0, length, size)]
+
+
+@pytest.mark.parametrize("size", [1, 16, 48, 64, 128, 200])
+@pytest.mark.parametrize("offsets", [(0,), (63,), (64,), (130, 131), (100, 300)])
+def test_prompts_are_kept_apart_by_their_images_from_where_these_begin(size, offsets):
+    items = [(offset, 1 if offset == 130 else 90, f"image {number}") for number, offset in enumerate(offsets)]
+    asked = [(offset, name) for offset, _, name in items]
+    cache = Cache()
+    made = store(cache, IDS, size, extra_keys=keys_of(items, size))
+    whole = len(made) * size // CHUNK_TOKENS * CHUNK_TOKENS
+    assert cache.tokens(IDS, items=asked) == whole
+    for number, (offset, _) in enumerate(asked):
+        other = [*asked[:number], (offset, "another"), *asked[number + 1 :]]
+        assert cache.tokens(IDS, items=other) == offset // CHUNK_TOKENS * CHUNK_TOKENS
+    assert cache.tokens(IDS) == offsets[0] // CHUNK_TOKENS * CHUNK_TOKENS
+
+
+def test_images_stand_beside_salt_and_adapter():
+    cache = Cache()
+    keys = [["lora", ["image", 3], "salt"], *[["lora", ["image", -13]]] * 3]
+    store(cache, IDS[:64], lora_name="lora", extra_keys=keys)
+    assert cache.tokens(IDS, "lora", "salt", [(3, "image")]) == 64
+    assert cache.tokens(IDS, "lora", None, [(3, "image")]) == cache.tokens(IDS, "lora", "salt") == 0
 
 
 def test_blocks_behind_one_that_nobody_knows_are_left_out():

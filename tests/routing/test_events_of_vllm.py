@@ -12,6 +12,7 @@ import msgspec
 import torch
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored, KVEventBatch, ZmqEventPublisher
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -23,7 +24,7 @@ from trivet.routing.blocks import Blocks
 from trivet.routing.engines import EngineView
 from trivet.routing.events import Mirror, Subscriber, UnusableError
 from trivet.routing.held import Held
-from trivet.routing.prefixes import CHUNK_TOKENS, Chain
+from trivet.routing.prefixes import CHUNK_TOKENS, Chain, named
 
 WAIT_S = 20.0
 NUMBERS = itertools.count()
@@ -40,12 +41,17 @@ class Cache:
         config = KVCacheConfig(num_blocks=max(8, 1000 // block), kv_cache_tensors=[], kv_cache_groups=groups)
         self.manager = KVCacheManager(config, 4096, block, block, enable_kv_cache_events=True)
 
-    def request(self, ids, salt=None, lora=None) -> Request:
+    def request(self, ids, salt=None, lora=None, items=()) -> Request:
+        features = [
+            MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset, length), name)
+            for offset, length, name in items
+        ]
         return Request(
             str(next(NUMBERS)),
             list(ids),
             SamplingParams(max_tokens=1),
             None,
+            mm_features=features,
             cache_salt=salt,
             lora_request=None if lora is None else LoRARequest(lora, 1, "/" + lora),
             block_hasher=get_request_block_hasher(self.block, sha256),
@@ -79,10 +85,10 @@ class Listener:
     def take(self, batch: KVEventBatch) -> None:
         self.mirror.take(msgspec.msgpack.encode(batch))
 
-    def found(self, ids, salt=None, lora=None) -> int:
+    def found(self, ids, salt=None, lora=None, items=()) -> int:
         """By whole chunks, cut to the engine's blocks."""
         chain = Chain.of_tokens(lora or "m", salt)
-        chain.extend(ids)
+        chain.extend_bytes(named(ids, ((offset, name) for offset, _, name in items)))
         chunks = next((at for at, one in enumerate(chain.hashes) if one not in self.chunks), len(chain.hashes))
         return min(chunks * CHUNK_TOKENS, len(ids) - 1) // self.block * self.block
 
@@ -124,6 +130,32 @@ def test_what_is_heard_is_what_vllm_finds(block):
     assert cache.manager.reset_prefix_cache()
     listener.take(cache.step())
     assert listener.chunks == set()
+
+
+@pytest.mark.parametrize("block", [16, 32, 48, 128])
+def test_images_are_heard_as_vllm_finds_them(block):
+    """Prompts of the same tokens with images of different names and places, some of them over blocks' borders."""
+    dice, cache, listener = random.Random(block), Cache(block), Listener(block)
+    ids = list(range(400))
+    layouts = [[(0, 30)], [(5, 16), (21, 90)], [(64, 64)], [(100, 250)], [(250, 3), (300, 50)], []]
+    prompts = [
+        [(offset, length, f"{name}-{number}") for number, (offset, length) in enumerate(layout)]
+        for layout in layouts
+        for name in "ab"
+    ]
+    seen = 0
+    for _ in range(100):
+        items, salt = dice.choice(prompts), dice.choice([None, "salt"])
+        request = cache.request(ids[: dice.randrange(360, 400)], salt, items=items)
+        cache.begin(request)
+        cache.end(request)
+        listener.take(cache.step())
+        for asked in prompts:
+            finds = cache.found(cache.request(ids, salt, items=asked))
+            # a chunk may end before an image that begins in the same block
+            assert expected(finds, ids, block) <= listener.found(ids, salt, items=asked) <= finds, asked
+            seen += bool(finds)
+    assert seen > 200
 
 
 def test_several_kinds_of_kv_are_not_used():

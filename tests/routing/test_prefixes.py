@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 
 from helpers.boards import board_of
 from trivet.routing.engines import EngineView
-from trivet.routing.prefixes import CHUNK_TOKENS, NOTHING, REGION, TABLE_BYTES, Chain, Known, Prefix, PrefixTable
+from trivet.routing.prefixes import (
+    CHUNK_TOKENS,
+    NOTHING,
+    REGION,
+    TABLE_BYTES,
+    Chain,
+    Known,
+    Prefix,
+    PrefixTable,
+    named,
+)
 
 A, B = (EngineView(name, "prefill", f"http://{name}", True, cached_block_tokens=16) for name in "ab")
 SET_BYTES = 48
@@ -297,6 +307,31 @@ def test_what_an_engine_told_itself_says_nothing_about_the_table():
     known = table.known(prefix_of(ids(640)), A)
     table.correct(A, replace(known, told=True), 0)
     assert table.known(prefix_of(ids(640)), A).tokens == known.tokens
+
+
+def chunks_of(token_ids, *items):
+    chain = Chain("m")
+    chain.extend_bytes(named(token_ids, items))
+    return chain.hashes
+
+
+def test_images_keep_prompts_apart_that_have_the_same_tokens():
+    plain, one, other = chunks_of(ids(256)), chunks_of(ids(256), (70, "a")), chunks_of(ids(256), (70, "b"))
+    assert plain[0] == one[0] == other[0]
+    assert len({*plain[1:], *one[1:], *other[1:]}) == 9
+    assert chunks_of(ids(256), (71, "a"))[1] != one[1]
+    assert chunks_of(ids(256), (70, "a"), (200, "b"))[:3] == one[:3]
+    assert chunks_of(ids(256), (70, "\ud800")) == chunks_of(ids(256), (70, "\ud800"))
+
+
+def test_a_prompt_without_images_is_its_tokens_and_is_left_as_it_is():
+    asked = ids(256)
+    before = list(asked)
+    named(asked, [(3, "a")])
+    assert list(asked) == before
+    plain = Chain("m")
+    plain.extend(asked)
+    assert plain.hashes == chunks_of(asked)
 
 
 def test_a_prompt_on_the_tokens_plane_is_marked_and_kept_apart_by_model_and_salt():

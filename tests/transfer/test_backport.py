@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from trivet.transfer.backport import release_reservations, run_first_steps_as_decode
+from trivet.transfer.backport import keep_items, release_reservations, run_first_steps_as_decode
 
 NAME = "vllm.v1.worker.gpu.model_runner"
 
@@ -166,3 +166,40 @@ def test_a_scheduler_that_reserves_in_another_way_is_told_of(monkeypatch, caplog
     monkeypatch.delattr(Scheduler, "_inflight_prefill_reserved_blocks")
     assert not release_reservations()
     assert "keep blocks free" in caplog.text
+
+
+def images(count):
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
+
+    data = MultiModalKwargsItem({})
+    return [MultiModalFeatureSpec(data, "image", "a", PlaceholderRange(4 * at, 4)) for at in range(count)]
+
+
+def new_request(features, computed):
+    """What vLLM's scheduler tells its runner of a request whose first tokens have KV."""
+    from transfer.schedulers import make_request
+    from vllm.v1.core.sched.output import NewRequestData
+
+    request = make_request("r")
+    request.mm_features, request.num_computed_tokens = features, computed
+    return NewRequestData.from_request(request, ((1, 2, 3),))
+
+
+def test_a_runner_has_the_tensors_of_images_whose_kv_is_there(monkeypatch):
+    from vllm.v1.core.sched import output
+
+    monkeypatch.setattr(output, "strip_covered_mm_data", output.strip_covered_mm_data)
+    asked = images(3)
+    before = [one.data is None for one in new_request(asked, 8).mm_features]
+    assert before == [True, True, False]  # else it need not be changed
+    assert keep_items()
+    assert keep_items()  # once is enough
+    for computed in (0, 8, 12):
+        assert [one.data is None for one in new_request(asked, computed).mm_features] == [False] * 3
+
+
+def test_a_scheduler_that_leaves_nothing_out_is_not_changed(monkeypatch):
+    from vllm.v1.core.sched import output
+
+    monkeypatch.delattr(output, "strip_covered_mm_data")
+    assert not keep_items()

@@ -49,7 +49,7 @@ def config(folder, role, **changes):
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=BLOCK),
         device_config=SimpleNamespace(device_type="cpu"),
         speculative_config=None,
-        use_v2_model_runner=True,
+        use_v2_model_runner=changes.pop("v2", True),
     )
 
 
@@ -98,6 +98,16 @@ def engines(folder, monkeypatch):
     prefill, decode = Engine(folder, "kv_producer"), Engine(folder, "kv_consumer")
     with contextlib.closing(prefill), contextlib.closing(decode):
         yield prefill, decode
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+@pytest.mark.parametrize("v2", [True, False])
+def test_only_a_runner_that_is_not_told_again_of_requests_has_all_images_told(folder, monkeypatch, role, v2):
+    kept = []
+    monkeypatch.setattr("trivet.transfer.connector.keep_items", lambda: kept.append(role))
+    made = TrivetConnector(config(folder, role, v2=v2), KVConnectorRole.SCHEDULER, caches())
+    made.shutdown()
+    assert kept == ([] if v2 else [role])
 
 
 def test_a_request_is_handed_over(engines, folder):

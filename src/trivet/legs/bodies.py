@@ -7,12 +7,14 @@ Rules for the prefill leg, and why (vLLM 0.30 to 0.32):
   token as the first one would prevent;
 - nothing that only shapes the answer: its token is thrown away, and each such field could be refused beside
   ``max_tokens`` 1 (``min_tokens`` above it, stop conditions, structured output, log-probabilities);
-- everything that shapes the prompt's KV or where it is cached: ids, model or adapter, ``cache_salt``, priority;
+- everything that shapes the prompt's KV or where it is cached: ids, images and the like, model or adapter,
+  ``cache_salt``, priority;
 - ``prompt_logprobs``, as no other leg sees the prompt's hidden states.
 
 Where its token is the answer's first, it is drawn as the client asked, with ``max_tokens`` 1.
 
 The decode leg is the client's request as rendered. An answer that broke off is asked for again as ``behind`` it.
+Every leg with the whole prompt has the tensors of its images: where KV does not come, or is lost, decode computes it.
 """
 
 from __future__ import annotations
@@ -125,6 +127,16 @@ def release_at_prefill(model: str | None, token_id: int, params: Mapping[str, An
     }
 
 
+def a_token_of(request: TokenRequest) -> int:
+    """A token that the prompt's model has, and that stands for no image, where the prompt has such a one."""
+    at = 0
+    for item in request.features.items if request.features is not None else ():
+        if at < item.offset:
+            break
+        at = item.offset + item.length
+    return request.token_ids[at if at < len(request.token_ids) else 0]
+
+
 def behind(request: TokenRequest, sent: Sequence[int]) -> TokenRequest:
     """The request for the rest of an answer of which ``sent`` is there already: the prompt, then those tokens."""
     if not sent:
@@ -178,6 +190,8 @@ def first_token_may_be_handed_over(request: TokenRequest) -> bool:
 
 def _prompt(request: TokenRequest) -> dict[str, Any]:
     body: dict[str, Any] = {"token_ids": list(request.token_ids), "model": request.model}
+    if request.features is not None:
+        body["features"] = request.features
     if request.cache_salt is not None:
         body["cache_salt"] = request.cache_salt
     if request.priority:

@@ -38,7 +38,7 @@ from trivet.legs.ending import end
 from trivet.legs.release import Releases, takers
 from trivet.legs.tokens import TokenAsk
 from trivet.legs.watch import Patience, watch
-from trivet.legs.wire import LegError, reading
+from trivet.legs.wire import GENERATE, LegError, reading
 from trivet.render.contract import DeadlinePassedError, ServingError, TokenChunk, TokenRequest
 from trivet.routing.board import Count
 from trivet.routing.choose import Knowledge, Route, choose
@@ -58,6 +58,11 @@ _NOT_FOUND = 404
 """What an engine says that lacks an adapter: another may have it."""
 _REFUSALS = frozenset({400, 413, 422})
 """The request itself is at fault: another engine would say the same. Other statuses are the engine's own trouble."""
+_TENSORS = (
+    f"images and the like in {GENERATE} are not for clients of this service: they may be tensors of the client's own "
+    "making, and one of another shape ends an engine. /v1/chat/completions takes images (a topology may allow the "
+    "former: gateway.allow: [kv_transfer_params])"
+)
 _ENDING_S = 1.0
 """How long generations may take to end that were told to; what they release must begin while there is a session."""
 
@@ -177,6 +182,8 @@ class Legs:
     async def run(self, request: TokenRequest) -> AsyncGenerator[TokenChunk, None]:
         """Generates in token ids. See ``TokenEngine.run``."""
         owner = current_request.get()
+        if request.features is not None and owner is not None and owner.path == GENERATE and not owner.may_steer:
+            raise ServingError(_TENSORS, status=400)
         if owner is None or not owner.may_steer:  # the gateway has refused those that say such a thing
             request = replace(request, kv_transfer_params=None, ec_transfer_params=None)
         unsplittable = (

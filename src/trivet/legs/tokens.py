@@ -11,6 +11,7 @@ from typing import Any
 from trivet.journal import GenerationRecord, now_s
 from trivet.legs.ask import Beside, Computed, Leg, Prefilled
 from trivet.legs.bodies import (
+    a_token_of,
     behind,
     decode_body,
     first_token_may_be_handed_over,
@@ -32,7 +33,7 @@ from trivet.legs.wire import (
 )
 from trivet.render.contract import TokenChunk, TokenLogprobs, TokenRequest
 from trivet.routing.engines import EngineView
-from trivet.routing.prefixes import Chain, Prefix
+from trivet.routing.prefixes import Chain, Prefix, named
 
 
 class TokenAsk:
@@ -115,7 +116,8 @@ class TokenAsk:
         try:
             if self._chain is None:
                 self._chain = Chain.of_tokens(request.model, request.cache_salt)
-                self._chain.extend(request.token_ids)
+                items = request.features.items if request.features is not None else ()
+                self._chain.extend_bytes(named(request.token_ids, ((one.offset, one.name) for one in items)))
             self._chain.extend(self._sent[self._chained_tokens :])
             self._chained_tokens = len(self._sent)
         except (OverflowError, TypeError):  # no token ids, which an engine will say
@@ -223,7 +225,7 @@ class TokenAsk:
     async def release(self, leg: Leg, params: Mapping[str, Any], prompt: TokenRequest) -> None:
         """See ``Ask``."""
         if leg.engine.tier == "prefill":
-            body = release_at_prefill(prompt.model, prompt.token_ids[0], params)
+            body = release_at_prefill(prompt.model, a_token_of(prompt), params)
             await generate(leg.session, leg.engine.name, leg.engine.url, body, leg.headers)
             return
         body = release_body(prompt, params)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
@@ -13,7 +14,7 @@ import aiohttp
 import orjson
 
 from trivet.legs.express import Express
-from trivet.render.contract import TokenChunk, TokenLogprobs
+from trivet.render.contract import Features, TokenChunk, TokenLogprobs
 from trivet.routing.engines import EngineView
 from trivet.surface.sse import EventSplitter, data_of
 
@@ -21,6 +22,8 @@ GENERATE = "/inference/v1/generate"
 _ABORT = "/inference/v1/abort_requests"
 _ABORT_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 _CONNECT_TIMEOUT_S = 5.0
+_AT_ONCE_BYTES = 2**18
+"""Of a body; more is sent in pieces."""
 _CORE_DIED = "EngineCore encountered an issue"
 """``EngineDeadError`` in vLLM (``vllm/v1/engine/exceptions.py``), in the moment before its server ends."""
 _NOT_EXECUTED = frozenset({429, 503})
@@ -74,20 +77,39 @@ def open_session() -> aiohttp.ClientSession:
 
 @contextlib.asynccontextmanager
 async def post(
-    session: aiohttp.ClientSession, engine: str, url: str, body: bytes, headers: Mapping[str, str]
+    session: aiohttp.ClientSession, engine: str, url: str, body: bytes | Sequence[bytes], headers: Mapping[str, str]
 ) -> AsyncIterator[aiohttp.ClientResponse]:
     """A POST whose answer has begun. Leaving the block before the answer's end closes the connection.
+
+    Args:
+        body: in one part or in several.
 
     Raises:
         LegError: no answer, or one that breaks off inside the block.
     """
+    parts = [body] if isinstance(body, bytes) else body
+    size = sum(len(part) for part in parts)
+    data: bytes | AsyncIterator[memoryview]
+    if size <= _AT_ONCE_BYTES:
+        data = b"".join(parts)
+    else:
+        data, headers = _in_turns(parts), {**headers, "Content-Length": f"{size}"}
     try:
-        async with session.post(url, data=body, headers=headers) as answer:
+        async with session.post(url, data=data, headers=headers) as answer:
             yield answer
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
         raise LegError(engine, _connection_text(error), died=True, executed=False) from error
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise LegError(engine, _connection_text(error), died=True) from error
+
+
+async def _in_turns(parts: Sequence[bytes]) -> AsyncGenerator[memoryview, None]:
+    """A large body piece by piece: while a socket takes it as fast as it comes, others have their turns."""
+    for part in parts:
+        view = memoryview(part)
+        for start in range(0, len(view), _AT_ONCE_BYTES):
+            yield view[start : start + _AT_ONCE_BYTES]
+            await asyncio.sleep(0)
 
 
 async def generate(
@@ -103,7 +125,7 @@ async def generate(
     Raises:
         LegError: no answer, one that is not 200, or one that says that generating failed.
     """
-    async with post(session, engine, f"{url}{path}", dump(body), headers) as answer:
+    async with post(session, engine, f"{url}{path}", parts_of(body), headers) as answer:
         content = await answer.read()
         if answer.status != 200:
             raise refusal(engine, content, answer.status)
@@ -154,7 +176,7 @@ async def stream(
         return True
 
     try:
-        async with post(session, engine, f"{url}{GENERATE}", dump(body), headers) as answer:
+        async with post(session, engine, f"{url}{GENERATE}", parts_of(body), headers) as answer:
             if answer.status != 200:
                 raise refusal(engine, await answer.read(), answer.status)
             accepted()
@@ -246,6 +268,15 @@ def with_stop_reason(chunk: TokenChunk, body: Mapping[str, Any]) -> TokenChunk:
     if chunk.finish_reason == "repetition" and chunk.stop_reason is None:
         return replace(chunk, stop_reason="repetition_detected")
     return chunk
+
+
+def parts_of(body: Mapping[str, Any]) -> list[bytes]:
+    """A body as JSON, in parts: what is no text of a prompt is megabytes, the same for all legs, and not copied."""
+    features = body.get("features")
+    if not isinstance(features, Features):
+        return [dump(body)]
+    rest = dump({name: value for name, value in body.items() if name != "features"})
+    return [rest[:-1], b',"features":', *features.encoded, b"}"]
 
 
 def dump(body: Mapping[str, Any]) -> bytes:

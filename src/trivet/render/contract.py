@@ -8,6 +8,29 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
+class Item:
+    """A part of a prompt that is no text (an image, a video, a sound), and the tokens that stand for it."""
+
+    name: str
+    """A hash of what it is and of how it was processed. To an engine's caches, items of one name are the same."""
+    offset: int
+    """The first of its tokens, counted from the prompt's first."""
+    length: int
+    """Tokens: as many as the model makes embeddings of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What of a prompt is no text, ready to be sent."""
+
+    items: Sequence[Item]
+    """In their order in the prompt."""
+    encoded: Sequence[bytes] = field(repr=False)
+    """The parts of a JSON object, as ``features`` of ``/inference/v1/generate`` is one (``MultiModalFeatures`` in
+    vLLM): hashes, places and tensors. Megabytes, and made once a request, however many legs it has."""
+
+
+@dataclass(frozen=True, slots=True)
 class TokenRequest:
     """One generation, rendered and validated as vLLM's engine would have validated it.
 
@@ -19,9 +42,12 @@ class TokenRequest:
     request_id: str
     """Unique in this service; never an id that the client chose."""
     token_ids: Sequence[int]
+    """An item that is no text has its placeholders among them, as many as the model needs."""
     sampling: Mapping[str, Any]
     model: str
     """A served name, or that of a LoRA adapter."""
+    features: Features | None = None
+    """None for a prompt that is text only."""
     cache_salt: str | None = None
     priority: int = 0
     reasoning_ended: bool | None = None

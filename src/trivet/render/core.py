@@ -28,7 +28,8 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists
 
-from trivet.render.contract import ServingError, TokenChunk, TokenEngine, TokenLogprobs, TokenRequest
+from trivet.render.contract import Features, ServingError, TokenChunk, TokenEngine, TokenLogprobs, TokenRequest
+from trivet.render.features import Placed, Rules, encode, placed
 
 logger = init_logger(__name__)
 
@@ -47,20 +48,25 @@ class SplitCore:
         """vLLM's, which makes text of outputs and looks for stop strings."""
         self._answered: set[str] = set()
         """Generations in whose text it has found one."""
+        self._encoding: dict[int, asyncio.Task[Features]] = {}
+        """Under way, by the list of items that the choices of a request share."""
         self._processor: OutputProcessor | None = None
         self._max_model_len: int | None = None
+        self._rules = Rules()
         # what AsyncLLM reads of an engine core client
         self.resources = SimpleNamespace(engine_dead=False)
         self.engine_ranks_managed = [0]
 
-    def attach(self, processor: OutputProcessor, max_model_len: int) -> None:
+    def attach(self, processor: OutputProcessor, max_model_len: int, rules: Rules | None = None) -> None:
         """Tells what is known only when vLLM's front end stands.
 
         Args:
             processor: where the state of running requests is kept, so that a failed one can be told so.
             max_model_len: longest prompt plus answer, in tokens.
+            rules: what may be told of images and the like.
         """
         self._processor, self._max_model_len = processor, max_model_len
+        self._rules = rules or Rules()
 
     @property
     def running(self) -> int:
@@ -77,6 +83,8 @@ class SplitCore:
             return  # asks a connector to clean up; the legs do that themselves
         try:
             token_request = _token_request(request, self._served_name, self._max_model_len)
+            ids, features = token_request.token_ids, request.mm_features
+            items = placed(features, len(ids), self._rules) if features else []
         except GracefulHTTPError:
             if self._processor is not None:  # AsyncLLM has registered it, and forgets only what it has given us
                 self._processor.abort_requests([request.request_id], internal=True)
@@ -87,8 +95,12 @@ class SplitCore:
             take=functools.partial(self._take, request_id),
             is_answered=lambda: request_id in self._answered,
         )
-        task = asyncio.create_task(self._run(request, token_request), name=f"generation {request.request_id}")
-        self._tasks[request.request_id] = task
+        encoding = self._encoded(features, items) if features else None
+        task = asyncio.create_task(
+            self._run(request_id, _Candidates.of(request.params), token_request, encoding),
+            name=f"generation {request_id}",
+        )
+        self._tasks[request_id] = task
         task.add_done_callback(lambda _: self._forget(request_id))
 
     async def abort_requests_async(self, request_ids: Sequence[str]) -> None:
@@ -136,11 +148,33 @@ class SplitCore:
         for task in list(self._tasks.values()):
             task.cancel()
 
-    async def _run(self, request: EngineCoreRequest, token_request: TokenRequest) -> None:
-        request_id = request.request_id
-        candidates = _Candidates.of(request.params)
+    def _encoded(self, features: Sequence[Any], items: Sequence[Placed]) -> asyncio.Task[Features]:
+        """What engines are sent of a prompt's items, made once for all choices of a request: they come together."""
+        if (under_way := self._encoding.get(id(features))) is not None:
+            return under_way
+        task = asyncio.create_task(asyncio.to_thread(encode, items), name="encoding a prompt's items")
+        self._encoding[id(features)] = task
+
+        def done(_: asyncio.Task[Features], kept: Sequence[Any] = features) -> None:  # kept, its id is nobody else's
+            del self._encoding[id(kept)]
+            if not task.cancelled():
+                task.exception()  # looked at, also where whoever asked is gone
+
+        task.add_done_callback(done)
+        return task
+
+    async def _run(
+        self,
+        request_id: str,
+        candidates: _Candidates,
+        token_request: TokenRequest,
+        encoding: asyncio.Task[Features] | None,
+    ) -> None:
         finished = False
         try:
+            if encoding is not None:
+                token_request = replace(token_request, features=await asyncio.shield(encoding))
+                del encoding
             async with aclosing(self._engine.run(token_request)) as chunks:
                 async for chunk in chunks:
                     finished = chunk.finish_reason is not None  # the last one; read on, or the leg would be aborted
@@ -151,11 +185,11 @@ class SplitCore:
             if not finished:
                 raise ServingError("the engine's answer ended without a finish reason", status=502)
         except ServingError as error:
-            self._fail(request, _as_vllm_raises(error))
+            self._fail(request_id, _as_vllm_raises(error))
         except Exception as error:  # whatever went wrong, the client must not wait for ever
             logger.exception("generation %s failed", request_id)
             self._fail(
-                request,
+                request_id,
                 GracefulHTTPError(f"{type(error).__name__}: {error}", HTTPStatus.INTERNAL_SERVER_ERROR),
             )
 
@@ -170,22 +204,22 @@ class SplitCore:
             state.num_cached_tokens = chunk.cached_tokens
             state.num_cache_creation_tokens = chunk.created_cache_tokens or 0
 
-    def _fail(self, request: EngineCoreRequest, error: Exception) -> None:
+    def _fail(self, request_id: str, error: Exception) -> None:
         """Hands an error to the generator that waits for this request, and forgets the request.
 
         ``AsyncLLM.generate`` passes ``GracefulHTTPError`` on as it is but leaves the request registered, so it is
         unregistered here first; that queues an abort, which the error then replaces.
         """
         assert self._processor is not None
-        state = self._processor.request_states.get(request.request_id)
+        state = self._processor.request_states.get(request_id)
         if state is None or state.queue is None:
             return  # its client is gone already
         queue, parent = state.queue, state.parent_req
-        doomed = [request.request_id if parent is None else parent.request_id]
+        doomed = [request_id if parent is None else parent.request_id]
         siblings = self._processor.abort_requests(doomed, internal=True)
         queue.put(error)
         for sibling in siblings:
-            if sibling != request.request_id and (task := self._tasks.get(sibling)):
+            if sibling != request_id and (task := self._tasks.get(sibling)):
                 task.cancel()
 
 
@@ -206,8 +240,6 @@ def _token_request(request: EngineCoreRequest, served_name: str, max_model_len: 
     params = request.sampling_params
     if params is None or request.prompt_token_ids is None or request.prompt_embeds is not None:
         raise GracefulHTTPError("prompt embeddings are not served by this gateway", HTTPStatus.NOT_IMPLEMENTED)
-    if request.mm_features:
-        raise GracefulHTTPError("multimodal prompts are not served by this gateway", HTTPStatus.NOT_IMPLEMENTED)
     if _ends_thought_in_engines(request) and not _ENGINES_KNOW_THOUGHT:
         raise GracefulHTTPError(
             "structured output after reasoning needs engines of vLLM 0.31 or newer", HTTPStatus.NOT_IMPLEMENTED

@@ -11,15 +11,13 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from trivet.routing.prefixes import grow, token_root
+from trivet.routing.prefixes import grow, named, token_root
 
 Name = int | bytes
 """An engine's name of a block."""
 
 MOST_BLOCKS = 2**18
 """Of one engine: four million tokens in blocks of 16, about 100 MB here."""
-
-_ID_BYTES = 4
 
 
 class TooManyBlocksError(Exception):
@@ -132,8 +130,8 @@ class Blocks:
     def store(self, stored: Stored) -> None:
         """Takes in new blocks.
 
-        Blocks of images or embeddings, and those behind them, are left out: the gateway does not hash such prompts.
-        So are those behind a block that is not known.
+        Blocks of embeddings, and those behind them, are left out: the gateway does not hash such prompts. So are those
+        behind a block that is not known.
 
         Raises:
             TooManyBlocksError: there are more than are kept.
@@ -141,22 +139,21 @@ class Blocks:
             ValueError: it has more blocks than tokens for them.
         """
         size, names = stored.block_size, stored.block_hashes
-        data = array("I", stored.token_ids).tobytes()
-        step = size * _ID_BYTES
-        if size < 1 or len(data) < step * len(names):
+        ids = array("I", stored.token_ids)
+        if size < 1 or len(ids) < size * len(names):
             raise ValueError(f"{len(names)} blocks of {size} tokens in {len(stored.token_ids)} tokens")
         begins = stored.parent_block_hash is None
         above = None if begins else self._by_name.get(stored.parent_block_hash)  # type: ignore[arg-type]
         for number, name in enumerate(names):
             keys = stored.extra_keys[number] if stored.extra_keys is not None else None
-            salt, foreign = _salt(keys, stored.lora_name, may_have_one=begins and number == 0)
-            if foreign:
+            salt, items = _keys(keys, stored.lora_name, may_be_salted=begins and number == 0)
+            if items is None:
                 return
             if above is None:
                 if not begins or number:
                     return
                 above = self._root(stored.lora_name or self._served_name, salt)
-            above = self._put(name, above, data[number * step : (number + 1) * step])
+            above = self._put(name, above, named(ids[number * size : (number + 1) * size], items))
 
     def remove(self, names: Sequence[Name]) -> None:
         """Takes blocks out: a copy of each."""
@@ -254,14 +251,26 @@ class Blocks:
             del self._roots[block.root]
 
 
-def _salt(keys: Sequence[object] | None, adapter: str | None, *, may_have_one: bool) -> tuple[str | None, bool]:
-    """The ``cache_salt`` among a block's extra keys, and whether there is anything else that no prompt here has.
+def _keys(
+    keys: Sequence[object] | None, adapter: str | None, *, may_be_salted: bool
+) -> tuple[str | None, list[tuple[int, str]] | None]:
+    """The ``cache_salt`` among a block's extra keys, and its images: where each begins in the block, and its name.
 
-    They come untagged: the adapter's name, images as pairs, the salt (of a prompt's first block only), embeddings as
-    bytes (``to_event_extra_keys`` in ``vllm/v1/core/kv_cache_utils.py``).
+    None for the latter where there is anything else, that no prompt here has. They come untagged: the adapter's name,
+    images as pairs, the salt (of a prompt's first block only), embeddings as bytes (``to_event_extra_keys`` in
+    ``vllm/v1/core/kv_cache_utils.py``). An image that began in a block before is told to begin before this one's first
+    token: it is in the chain already.
     """
     rest = list(keys or ())
     if adapter is not None and rest and rest[0] == adapter:
         del rest[0]
-    salt = rest.pop() if may_have_one and rest and isinstance(rest[-1], str) else None
-    return (salt if isinstance(salt, str) else None), bool(rest)
+    salt = rest.pop() if may_be_salted and rest and isinstance(rest[-1], str) else None
+    items = []
+    for one in rest:
+        match one:
+            case (str() as name, int() as offset):
+                if offset >= 0:
+                    items.append((offset, name))
+            case _:
+                return None, None
+    return (salt if isinstance(salt, str) else None), items

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -67,6 +67,28 @@ def grow(parent: bytes, data: bytes, chunk_bytes: int = CHUNK_TOKENS * 4) -> tup
     return hashes, parent, data[whole:]
 
 
+def named(token_ids: Sequence[int], items: Iterable[tuple[int, str]]) -> bytes:
+    """Token ids as a chain takes them in, so that images differ in it though the tokens that stand for them do not.
+
+    Where an item begins its name stands, in 32 bits: what is behind it is then told apart as well. Two names that fall
+    together, one pair in four thousand million, cost speed as any guess that is wrong.
+
+    Args:
+        items: where each begins, and its name.
+
+    Raises:
+        OverflowError: one of the ids is none: below 0, or above 32 bits.
+    """
+    ids = array("I", token_ids)
+    for offset, name in items:
+        ids[offset] = _word(name)
+    return ids.tobytes()
+
+
+def _word(name: str) -> int:
+    return int.from_bytes(blake2b(name.encode("utf-8", "surrogatepass"), digest_size=4).digest(), "little")
+
+
 def token_root(model: str, cache_salt: str | None) -> bytes:
     """The root of a prompt's chain on the tokens plane.
 
@@ -85,7 +107,7 @@ class Chain:
         """
         Args:
             identity: what keeps caches apart beside the ids themselves, always in the same order: model or LoRA
-                adapter, ``cache_salt``, hashes of multimodal items. None and an empty text differ.
+                adapter, ``cache_salt``. None and an empty text differ.
             chunk_bytes: bytes of a chunk; ids have four each.
         """
         self._parent = root_of(*identity)

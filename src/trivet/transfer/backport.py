@@ -9,6 +9,12 @@ the same rule; nothing else of the step changes.
 **Blocks that were given back.** vLLM's scheduler keeps free what requests that load KV will still need, also for one
 whose blocks the connector has given back because prefill begins again: all of its prompt's, until it runs. It would be
 let in again only where its prompt fits twice, and others would not be meanwhile. A connector has no say in this.
+
+**Images of a request that is thrown out.** vLLM's scheduler gives a model runner no tensors of images whose KV is
+there already. When such a request is thrown out to make room, its prompt is computed anew. The V2 runner is told of it
+as of a new one. The V1 runner, which serves on CPUs, is not: it encodes what it was given before, which is nothing, and
+the engine ends. With KV that is handed over that is every request with images; else it takes one that found them in a
+prefix cache. That runner is given all tensors.
 """
 
 from __future__ import annotations
@@ -77,6 +83,24 @@ def release_reservations() -> bool:
 
     reserved_blocks.trivet = True  # type: ignore[attr-defined]
     Scheduler._inflight_prefill_reserved_blocks = reserved_blocks
+    return True
+
+
+def keep_items() -> bool:
+    """Lets vLLM's scheduler give its runner all tensors of images and the like. Whether it can be done."""
+    from vllm.v1.core.sched import output
+
+    original = getattr(output, "strip_covered_mm_data", None)
+    if original is None:
+        return False
+    if getattr(original, "trivet", False):
+        return True
+
+    def strip_covered_mm_data(mm_features: list[Any], *_: Any, **__: Any) -> list[Any]:
+        return mm_features
+
+    strip_covered_mm_data.trivet = True  # type: ignore[attr-defined]
+    output.strip_covered_mm_data = strip_covered_mm_data
     return True
 
 

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from trivet.transfer.backport import overtakes, release_reservations, run_first_steps_as_decode
+from trivet.transfer.backport import keep_items, overtakes, release_reservations, run_first_steps_as_decode
 from trivet.transfer.decode import DecodeSide
 from trivet.transfer.identity import identity, refusal
 from trivet.transfer.pages import Pages
@@ -80,6 +80,8 @@ class TrivetConnector(KVConnectorBase_V1, SupportsHMA):
         generation = f"{self._engine_id}-{uuid.uuid4().hex[:8]}"
         ranks = self._config.parallel_config.world_size
         trace = Trace(f"{self._name()} scheduler")
+        if not self._config.use_v2_model_runner:
+            keep_items()
         if self._sends:
             paths = [f"{self._settings.path}.{rank}" for rank in range(ranks)]
             self._prefill = PrefillSide(self._settings, generation, own, paths, self._counts, trace)
