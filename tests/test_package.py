@@ -26,17 +26,24 @@ ARROWS = {
     "demo": {"gateway", "fleet", "topology", "errors"},
     "sim": {"routing", "errors"},
     "transfer": {"connectors"},
-    "cli": {"demo", "gateway", "fleet", "sim", "topology", "errors", "version"},
+    "cli": {"demo", "gateway", "fleet", "render", "sim", "topology", "errors", "version"},
     "version": set(),
 }
 """What each package may import besides itself; ``version`` is ``trivet`` itself."""
 
-USES_VLLM = {"trivet.render.core", "trivet.render.frontend", "trivet.fleet.vllm"}
-OPENED_LATE = {
+RENDERS = {
     "trivet.render.core": {"trivet.render.frontend"},
-    "trivet.render.frontend": {"trivet.gateway.worker"},
-    "trivet.fleet.vllm": {"trivet.gateway.worker"},
+    "trivet.render.derender": {"trivet.render.derender_routes"},
+    "trivet.render.derender_routes": {"trivet.render.quicken"},
+    "trivet.render.detokenizing": {"trivet.render.frontend"},
+    "trivet.render.features": {"trivet.render.core", "trivet.render.frontend"},
+    "trivet.render.frontend": {"trivet.gateway.worker", "trivet.render.server"},
+    "trivet.render.quick": {"trivet.render.quicken"},
+    "trivet.render.renderer": {"trivet.render.quicken"},
+    "trivet.render.server": {"trivet.cli.render"},
 }
+OPENED_LATE = {**RENDERS, "trivet.fleet.vllm": {"trivet.cli.render", "trivet.gateway.worker"}}
+USES_VLLM = set(OPENED_LATE)
 """Who may import what imports vLLM: nobody but the processes that need it."""
 
 
@@ -98,7 +105,7 @@ def test_the_allowed_ways_form_no_circle():
     assert set(order) == {package_of(module) for module in IMPORTS}
 
 
-def test_only_three_modules_and_what_runs_inside_vllm_import_it():
+def test_only_what_renders_and_what_runs_inside_vllm_imports_it():
     assert {module for module in importers_of("vllm") if package_of(module) != "transfer"} == USES_VLLM
 
 
@@ -124,7 +131,11 @@ def test_nothing_outside_sees_more_of_render_than_its_contract():
         for imported in names
         if package_of(module) != "render" and imported.startswith("trivet.render")
     }
-    assert {imported for module, imported in seen if module != "trivet.gateway.worker"} == {"trivet.render.contract"}
+    whole = ("trivet.gateway.worker", "trivet.cli.render")  # processes that render
+    assert {imported for module, imported in seen if module not in whole} <= {
+        "trivet.render.contract",
+        "trivet.render.pool",  # pure, as the contract
+    }
 
 
 @pytest.mark.parametrize(

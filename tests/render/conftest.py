@@ -155,7 +155,7 @@ async def serving(
                 )
 
 
-@pytest.fixture(name="serving")
+@pytest.fixture(name="serving", scope="session")
 def _serving(frontend: ModuleType, caches: Path) -> Any:
     return lambda folder, *flags, **more: serving(frontend, caches, folder, *flags, **more)
 

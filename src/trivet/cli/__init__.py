@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from trivet.cli import demo, engine, reload, sim, status, topology, up
+from trivet.cli import demo, engine, reload, render, sim, status, topology, up
 from trivet.cli.common import console_error, version_callback
 from trivet.errors import TrivetError
 
@@ -22,6 +22,9 @@ app.command()(up.up)
 app.command()(reload.reload)
 app.command()(status.status)
 app.command()(engine.engine)
+app.command(
+    options_metavar="MODEL [OPTIONS]", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)(render.render)
 app.command(
     options_metavar="[MODEL] [OPTIONS]", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )(sim.sim)

@@ -15,7 +15,7 @@ from typing import Any
 import vllm.v1.engine.async_llm as async_llm
 from pydantic import ValidationError
 from starlette.types import ASGIApp
-from vllm.config import LoRAConfig, VllmConfig
+from vllm.config import LoRAConfig, ParallelConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
@@ -28,7 +28,11 @@ from vllm.v1.executor import Executor
 from trivet.errors import TrivetError
 from trivet.render.contract import TokenEngine
 from trivet.render.core import SplitCore
+from trivet.render.detokenizing import shorten_prompts
+from trivet.render.features import Rules
 from trivet.render.hub import look_for
+from trivet.render.quicken import quicken
+from trivet.render.tokenizing import PromptTokenizer, TokenizingSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,13 @@ class Frontend:
     served_names: Sequence[str]
     max_model_len: int
     """Longest prompt plus answer, in tokens."""
+    prompts: PromptTokenizer | None
+    """What tokenizes prompts; None where that is left to vLLM."""
+
+
+_INLINE_CHARACTERS = 4096
+"""Texts up to so long are rendered on the event loop: a few tenths of a millisecond, that streams wait. To hand them to
+a thread and back costs about as much."""
 
 
 def parse_flags(flags: Sequence[str]) -> Namespace:
@@ -67,18 +78,21 @@ def parse_flags(flags: Sequence[str]) -> Namespace:
             mend="look at `flags` and `tiers.render.flags` in the topology; `vllm serve --help` lists them",
         ) from None
     except Exception as error:  # argparse and vLLM's checks raise several kinds
-        raise _refused(error) from error
+        raise refused_flags(error) from error
     assert isinstance(args, Namespace)
     return args
 
 
 @contextlib.asynccontextmanager
-async def open_frontend(flags: Sequence[str], engine: TokenEngine) -> AsyncIterator[Frontend]:
+async def open_frontend(
+    flags: Sequence[str], engine: TokenEngine, tokenizing: TokenizingSettings | None = None
+) -> AsyncIterator[Frontend]:
     """Builds vLLM's API server over ``engine``.
 
     Args:
         flags: what one would give ``vllm serve``, the model first.
         engine: what generates.
+        tokenizing: how prompts are tokenized; the defaults unless given.
 
     Raises:
         TrivetError: bad flags, or a model whose config or tokenizer cannot be read.
@@ -94,32 +108,32 @@ async def open_frontend(flags: Sequence[str], engine: TokenEngine) -> AsyncItera
     served = list(args.served_model_name or [args.model])
     core = SplitCore(engine, served[0])
     try:
-        config = _config(args)
+        config = render_config(args)
         llm = _front_end_llm(config, core)  # reads the tokenizer
     except TrivetError:
         raise
     except Exception as error:
-        raise TrivetError(
-            f"the render tier cannot set up {args.model!r}: {_in_a_line(error)}",
-            mend="give a Hugging Face folder (config.json, tokenizer) or a hub name that this machine can reach, and a "
-            "max_length and flags that fit it",
-        ) from error
+        raise unreadable_model(args.model, error) from error
     try:
         tasks = await llm.get_supported_tasks()
         try:  # parsers, templates, middleware and adapters are looked up here
-            with _root_logger_kept():
+            with root_logger_kept():
                 app = build_app(args, tasks, config.model_config)
             app.state.server = SimpleNamespace(should_exit=False)  # vLLM's error handler would stop it with the engine
             await init_app_state(llm, app.state, args, tasks)
+            settings = tokenizing or TokenizingSettings()
+            prompts = await asyncio.to_thread(
+                quicken, app, llm.renderer, settings, inline_characters=_INLINE_CHARACTERS
+            )
         except Exception as error:
-            raise _refused(error) from error
-        yield Frontend(app, core, served, config.model_config.max_model_len)
+            raise refused_flags(error) from error
+        yield Frontend(app, core, served, config.model_config.max_model_len, prompts)
     finally:
         llm.shutdown()
 
 
 @contextlib.contextmanager
-def _root_logger_kept() -> Iterator[None]:
+def root_logger_kept() -> Iterator[None]:
     """A package that vLLM loads sets the root logger to ERROR, and nobody's warnings would be heard any more."""
     root = logging.getLogger()
     level = root.level
@@ -129,7 +143,16 @@ def _root_logger_kept() -> Iterator[None]:
         root.setLevel(level)
 
 
-def _refused(error: Exception) -> TrivetError:
+def unreadable_model(model: str, error: Exception) -> TrivetError:
+    """What a person is told of a model that is not read."""
+    return TrivetError(
+        f"the render tier cannot set up {model!r}: {_in_a_line(error)}",
+        mend="give a Hugging Face folder (config.json, tokenizer) or a hub name that this machine can reach, and a "
+        "max_length and flags that fit it",
+    )
+
+
+def refused_flags(error: Exception) -> TrivetError:
     """What a person is told of flags that vLLM, or what it was told to load, does not take."""
     return TrivetError(
         f"vLLM refuses the render flags: {_in_a_line(error)}",
@@ -150,7 +173,7 @@ def _in_a_line(error: Exception) -> str:
     return f"{kind}: {line}" if named and line else line or kind
 
 
-def _config(args: Namespace) -> VllmConfig:
+def render_config(args: Namespace) -> VllmConfig:
     """A config for a process that renders and never computes: vLLM's own recipe for ``vllm launch render``."""
     engine_args = AsyncEngineArgs.from_cli_args(args)
     model_config = engine_args.create_model_config()
@@ -168,8 +191,14 @@ def _config(args: Namespace) -> VllmConfig:
         more["logging_config"] = logging_config()
     # What requests are checked against besides the model: adapters, thinking budgets, tracing.
     more["observability_config"] = engine_args.create_observability_config()
+    # With several API servers vLLM keeps no shadow of its engine's cache of images, which says what need not be sent.
+    more["parallel_config"] = ParallelConfig(_api_process_count=2)
     if engine_args.enable_lora:
-        more["lora_config"] = LoRAConfig(max_lora_rank=engine_args.max_lora_rank, max_loras=engine_args.max_loras)
+        more["lora_config"] = LoRAConfig(
+            max_lora_rank=engine_args.max_lora_rank,
+            max_loras=engine_args.max_loras,
+            default_mm_loras=engine_args.default_mm_loras,
+        )
     if hasattr(engine_args, "_set_default_reasoning_config_args"):
         engine_args._set_default_reasoning_config_args()
         more["reasoning_config"] = engine_args.reasoning_config
@@ -195,12 +224,13 @@ def _front_end_llm(config: VllmConfig, core: SplitCore) -> async_llm.AsyncLLM:
     if llm.engine_core is not core:
         llm.shutdown()
         raise _unknown_vllm()
+    shorten_prompts()
     # vLLM makes a span of its engine's timings, which are not here; trace headers reach the legs all the same.
     llm.output_processor.tracing_enabled = False
     # Whether there will be a watermark is the engines' to know: here only a client's refusal of one is kept.
     if hasattr(llm.input_processor, "resolve_watermarking"):
         llm.input_processor.resolve_watermarking = lambda params: params.watermarking is not False
-    core.attach(llm.output_processor, config.model_config.max_model_len)
+    core.attach(llm.output_processor, config.model_config.max_model_len, Rules.of(config.model_config))
     return llm
 
 

@@ -146,3 +146,35 @@ def is_free(port: int, host: str) -> bool:
                 mend="bind: an address of this machine; port: 1024 or above",
             ) from None
     return True
+
+
+_HOSTS = "give an address of this machine: 127.0.0.1, 0.0.0.0, or a name of its own"
+
+
+def bind(who: str, host: str, port: int, *, another: str, hosts: str = _HOSTS) -> socket.socket:
+    """A bound socket, so that a taken port is known before anything is started.
+
+    Args:
+        who: is to listen there, in words.
+        another: how another port is given.
+        hosts: which hosts can be given, and where.
+
+    Raises:
+        PortInUseError: nobody can listen there now.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    except OSError as error:
+        raise PortInUseError(f"{who}: host {host}: {error.strerror or error}", mend=hosts) from None
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        mends = {errno.EADDRNOTAVAIL: hosts, errno.EACCES: f"ports below 1024 are root's; give another: {another}"}
+        raise PortInUseError(
+            f"{who} cannot listen on {host}:{port}: {error.strerror}",
+            mend=mends.get(error.errno or 0, f"stop what uses it, or give another: {another}"),
+        ) from None
+    return listener

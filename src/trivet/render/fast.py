@@ -1,0 +1,316 @@
+"""Fast tokenizers in the place of the reference, where they are shown to give the same ids.
+
+The reference is the ``tokenizers`` library as ``transformers`` set it up. Others are many times faster and nearly the
+same: what tells them apart is which characters their tables call letters, digits and blanks, where the patterns by
+which a text is split begin and end, and what a text that looks like an added token becomes. So candidates are compared
+at start, for the tokenizer at hand:
+
+- every character by itself, in a few surroundings (of long runs of like characters, some);
+- every three kinds of characters in a row (``kinds``);
+- ``hard_texts``. A text with a character or three kinds at which ids differ goes to the reference ever after; of all
+  others one that is not the same, and the candidate is not used at all.
+
+The fastest of those that pass is used. While it serves, one text in ``CHECK_EVERY`` goes to the reference as well. If
+ids differ, the candidate is not asked again, and the log says so. (Not for which text: what clients write is not
+logged.)
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import itertools
+import logging
+import sys
+import tempfile
+import time
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trivet.render.kinds import BASIC_KINDS, Guard, Row, row_texts
+
+logger = logging.getLogger(__name__)
+
+Reference = Callable[[Sequence[str]], Sequence[Sequence[int]]]
+"""Texts to their ids, without what a tokenizer adds at a text's ends."""
+Encode = Callable[[str], Sequence[int]]
+
+CHECK_EVERY = 1000
+"""Of so many texts one is tokenized twice."""
+_BASIC = frozenset(map(chr, range(32, 127))) | {"\n", "\t"}
+_ROWS = 300
+"""Of some 17,000."""
+_LONG_TEXT = 1000
+"""By such texts speeds are compared."""
+_UNLIKE = 4096
+"""A candidate that differs at more characters has other tables altogether."""
+_GROUP = 64
+_PATIENCE = 10
+"""A candidate that takes so many times longer than the reference over any text would be a way to stop the service."""
+_GRACE_S = 0.2
+_CHECKED_CHARACTERS = 4096
+"""No longer text is tokenized twice, as that would be felt."""
+
+
+def _kitoken(folder: Path) -> Encode:
+    encode = importlib.import_module("kitoken").Kitoken.from_file(str(folder / "tokenizer.json")).encode
+    return lambda text: encode(text, True)
+
+
+def _fastokens(folder: Path) -> Encode:
+    native = importlib.import_module("fastokens._native")
+    encode = native.Tokenizer.from_file(str(folder / "tokenizer.json")).encode
+    return lambda text: encode(text, False).ids
+
+
+def _gigatoken(folder: Path) -> Encode:
+    encode = importlib.import_module("gigatoken").Tokenizer(folder / "tokenizer.json").encode
+    return lambda text: encode(text).tolist()
+
+
+CANDIDATES: Mapping[str, Callable[[Path], Encode]] = {
+    "fastokens": _fastokens,
+    "gigatoken": _gigatoken,
+    "kitoken": _kitoken,
+}
+"""By name, in the order in which they are tried; each reads ``tokenizer.json`` in a folder. docs/render.md says what
+they and others were found to be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a candidate is not asked for."""
+
+    unlike: frozenset[str] = frozenset()
+    """Characters of which texts are the reference's."""
+    rows: frozenset[Row] = frozenset()
+    """Three kinds in a row, likewise."""
+
+
+class FastTokenizer:
+    """A candidate that has passed."""
+
+    def __init__(self, name: str, encode: Encode, reference: Reference, limits: Limits | None = None) -> None:
+        self.name = name
+        self.limits = limits or Limits()
+        self.distrust: str | None = None
+        """Why it is not asked any more, or None."""
+        self._encode, self._reference = encode, reference
+        self._guard = Guard(self.limits.unlike, self.limits.rows)
+        self._count = itertools.count(1)
+
+    def __call__(self, text: str) -> Sequence[int]:
+        """The ids of a text, without what a tokenizer adds at its ends."""
+        return self.ask(text) if self.takes(text) else self._reference([text])[0]
+
+    def ask(self, text: str) -> Sequence[int]:
+        """The ids of a text that it is known to take."""
+        if self.distrust is not None:
+            return self._reference([text])[0]
+        try:
+            ids = self._encode(text)
+        except (Exception, _panic()) as error:
+            self._leave(f"{type(error).__name__} on a text of {len(text)} characters")
+            return self._reference([text])[0]
+        if next(self._count) % CHECK_EVERY == 0 and len(text) <= _CHECKED_CHARACTERS:
+            proper = self._reference([text])[0]
+            if list(proper) != list(ids):
+                self._leave(f"other ids for a text of {len(text)} characters")
+                return proper
+        return ids
+
+    def takes(self, text: str) -> bool:
+        """Whether a text is none of those that are the reference's."""
+        return self._guard.passes(text)
+
+    def _leave(self, why: str) -> None:
+        self.distrust = why
+        logger.error("%s gave %s; the reference tokenizes from now on", self.name, why)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What came of the comparison."""
+
+    fast: FastTokenizer | None
+    refused: Mapping[str, str]
+    """Why not, for each candidate that was looked at and is not used."""
+
+
+def choose(
+    definition: str, reference: Reference, texts: Sequence[str], names: Sequence[str] = tuple(CANDIDATES)
+) -> Choice:
+    """The fastest candidate that is shown to give the reference's ids. Takes seconds.
+
+    Args:
+        definition: ``tokenizer.json``, as ``Tokenizer.to_str`` gives it.
+        texts: to be compared over: ``hard_texts``.
+    """
+    refused: dict[str, str] = {}
+    passed: list[tuple[float, FastTokenizer]] = []
+    tables: Mapping[str, Sequence[int]] | None = None
+    for name in names:
+        encode = load(name, definition)
+        if isinstance(encode, str):
+            refused[name] = encode
+            continue
+        if tables is None:
+            tables = dict(zip(_groups(), reference([_around(one) for one in _groups()]), strict=True))
+        try:
+            unlike = _unlike(encode, reference, tables)
+            limits = Limits(frozenset(unlike), frozenset(_rows(encode, reference, unlike)))
+            took_s = _pass(encode, reference, texts, limits)
+        except _Differs as differs:
+            refused[name] = str(differs)
+        except (Exception, _panic()) as error:
+            refused[name] = f"failed ({_in_a_line(error)})"
+        else:
+            passed.append((took_s, FastTokenizer(name, encode, reference, limits)))
+    if not passed:
+        return Choice(None, refused)
+    _, fast = min(passed, key=lambda one: one[0])
+    slower = {one.name: f"is equal and slower than {fast.name}" for _, one in passed if one is not fast}
+    return Choice(fast, refused | slower)
+
+
+def load(name: str, definition: str) -> Encode | str:
+    """A candidate for a tokenizer, or why there is none."""
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "is not installed"
+    with tempfile.TemporaryDirectory(prefix="trivet-tokenizer-") as folder:
+        (Path(folder) / "tokenizer.json").write_text(definition, encoding="utf-8")
+        try:
+            return CANDIDATES[name](Path(folder))
+        except (Exception, _panic()) as error:
+            return f"cannot read it ({_in_a_line(error)})"
+
+
+class _Differs(Exception):  # noqa: N818  (a verdict)
+    pass
+
+
+def _unlike(encode: Encode, reference: Reference, tables: Mapping[str, Sequence[int]]) -> set[str]:
+    """Characters at which ids differ.
+
+    Raises:
+        _Differs: too many, or those of which every text is made.
+    """
+    unlike: set[str] = set()
+    for group, ids in tables.items():
+        if list(encode(_around(group))) == list(ids):
+            continue
+        each = reference([_around(one) for one in group])
+        found = [one for one, proper in zip(group, each, strict=True) if list(encode(_around(one))) != list(proper)]
+        if not found:  # together only
+            raise _Differs(f"gives other ids for {_shown(_around(group))}")
+        unlike.update(found)
+        if basic := sorted(_BASIC.intersection(found)):
+            raise _Differs(f"gives other ids for texts with {basic[0]!r}")
+        if sum(unicodedata.category(one) not in _MEANINGLESS for one in unlike) > _UNLIKE:
+            raise _Differs(f"gives other ids at more than {_UNLIKE} characters")
+    return _with_kin(unlike)
+
+
+def _rows(encode: Encode, reference: Reference, unlike: set[str]) -> set[Row]:
+    """Three kinds in a row at which ids differ.
+
+    Raises:
+        _Differs: those of which every text is made, or too many.
+    """
+    rows: dict[str, Row] = {}
+    for row, text in row_texts(unlike):
+        rows.setdefault(text, row)
+    found: set[Row] = set()
+    for (text, row), proper in zip(rows.items(), reference(list(rows)), strict=True):
+        if row not in found and list(encode(text)) != list(proper):
+            if BASIC_KINDS.issuperset(row):
+                raise _Differs(f"gives other ids for {_shown(text)}")
+            found.add(row)
+    if len(found) > _ROWS:
+        raise _Differs(f"gives other ids where more than {_ROWS} kinds of characters meet")
+    return found
+
+
+def _pass(encode: Encode, reference: Reference, texts: Sequence[str], limits: Limits) -> float:
+    """Compares over hard texts, and says how much CPU time the long ones took, in seconds.
+
+    Raises:
+        _Differs: it does.
+    """
+    unlike = limits.unlike
+    fit = ["".join(one for one in text if one not in unlike) for text in texts] if unlike else texts
+    guard = Guard(unlike, limits.rows)
+    fit = [text for text in fit if guard.passes(text)] if limits.rows else fit
+    started_s = time.perf_counter()
+    proper = reference(fit)
+    patience_s = _GRACE_S + _PATIENCE * (time.perf_counter() - started_s)
+    whole_s = 0.0
+    for text, ids in zip(fit, proper, strict=True):
+        started_s, spent_s = time.perf_counter(), time.thread_time()
+        same = list(encode(text)) == list(ids)
+        took_s, spent_s = time.perf_counter() - started_s, time.thread_time() - spent_s
+        if not same:
+            raise _Differs(f"gives other ids for {_shown(text)}")
+        if took_s > patience_s:
+            raise _Differs(f"is slow on {_shown(text)}")
+        whole_s += spent_s if len(text) > _LONG_TEXT else 0.0
+    return whole_s
+
+
+def _around(characters: str) -> str:
+    """Characters in what they may stand beside, and between what is one token if they are nothing."""
+    return "".join(
+        f"a{one}b {one}{one} {one}1\n {one}\n{one} 's{one}.{one}\n\n-{one}. {one}(th{one}e" for one in characters
+    )
+
+
+_MEANINGLESS = ("Cn", "Co")
+"""Not assigned, of which tables of several years differ, and private."""
+_LONG_RUN = 256
+"""More such characters in a row are ideographs or syllables, or none at all: all are alike."""
+_STEPS: Mapping[str, int] = {"Lo": 16, **dict.fromkeys(_MEANINGLESS, 512)}
+
+
+@functools.cache
+def _groups() -> Sequence[str]:
+    """Characters to be looked at, some at a time. Of long runs of like ones: both ends, and some between."""
+    wanted: list[str] = []
+    valid = (chr(code) for code in range(sys.maxunicode + 1) if not _SURROGATES[0] <= code <= _SURROGATES[1])
+    for (kind, _), run in itertools.groupby(valid, key=lambda one: (unicodedata.category(one), ord(one) >> 12)):
+        alike = list(run)
+        step = _STEPS.get(kind, 1)
+        wanted += alike if len(alike) <= _LONG_RUN else [*alike[:8], *alike[8:-8:step], *alike[-8:]]
+    return tuple("".join(wanted[begin : begin + _GROUP]) for begin in range(0, len(wanted), _GROUP))
+
+
+_SURROGATES = (0xD800, 0xDFFF)
+
+
+def _with_kin(unlike: set[str]) -> set[str]:
+    """With one character without a meaning, all of them: only some were looked at."""
+    if any(unicodedata.category(one) in _MEANINGLESS for one in unlike):
+        unlike |= {one for one in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(one) in _MEANINGLESS}
+    return unlike
+
+
+def _panic() -> Any:
+    """What a Rust library raises when it breaks: no ``Exception``."""
+    return _Panic if (found := sys.modules.get("pyo3_runtime")) is None else found.PanicException
+
+
+class _Panic(BaseException):
+    pass
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+def _in_a_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]

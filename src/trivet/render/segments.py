@@ -1,0 +1,276 @@
+"""Token ids of text, put together from segments that were tokenized before.
+
+A tokenizer of the ``tokenizers`` library first cuts a text at its added tokens (``<|im_start|>`` and the like), and
+what lies between two of them never meets the rest again: normalizer, pre-tokenizer and model each see one segment
+(``AddedVocabulary::extract_and_normalize`` and ``TokenizerImpl::do_pre_tokenize`` in that library's source). So ids of
+a segment are the same in every text, and of a conversation that grows only what is new has to be tokenized.
+
+Where a tokenizer's rules could reach over an added token, or are not known here, ``Unsuitable`` says which, and nothing
+is cut. What stands first in a text may have rules of its own (``Metaspace`` with ``prepend_scheme: first``): it is
+tokenized where it stands, and every other segment behind a token.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_ENTRY_BYTES = 256
+"""Of a segment, beside its characters and ids: dictionary entry, heads of text and list."""
+_ID_BYTES = 40
+"""A number of its own and the reference to it. To share equal ones takes a fifth of that, and three times as long to
+write them as JSON, as they then lie all over the memory."""
+
+Encode = Callable[[str], Sequence[int]]
+"""A text's ids, without what a tokenizer adds at a text's ends."""
+
+
+class Unsuitable(Exception):  # noqa: N818  (it is an answer, not an error)
+    """Why texts of a tokenizer cannot be cut, in a few words."""
+
+
+_NORMALIZERS = (
+    "Sequence BertNormalizer ByteLevel Lowercase NFC NFD NFKC NFKD Nmt Precompiled Prepend Replace Strip StripAccents"
+)
+_PRE_TOKENIZERS = (
+    "Sequence BertPreTokenizer ByteLevel CharDelimiterSplit Digits FixedLength Metaspace Punctuation Split "
+    "UnicodeScripts Whitespace WhitespaceSplit"
+)
+_POST_PROCESSORS = frozenset(("Sequence", "BertProcessing", "ByteLevel", "RobertaProcessing", "TemplateProcessing"))
+_MODELS = "BPE Unigram WordPiece WordLevel"
+_KNOWN: Mapping[str, frozenset[str]] = {
+    "normalizer": frozenset(_NORMALIZERS.split()),
+    "pre_tokenizer": frozenset(_PRE_TOKENIZERS.split()),
+    "model": frozenset(_MODELS.split()),
+}
+"""Parts of tokenizers that look at one segment at a time, as of ``tokenizers`` 0.23."""
+
+
+class Rules:
+    """Where texts of one tokenizer may be cut."""
+
+    def __init__(self, definition: str) -> None:
+        """
+        Args:
+            definition: ``tokenizer.json``, as ``Tokenizer.to_str`` gives it.
+
+        Raises:
+            Unsuitable: nowhere.
+        """
+        told = json.loads(definition)
+        _check(told)
+        plain: dict[str, int] = {}
+        odd: list[str] = []
+        for token in told["added_tokens"]:
+            content = token["content"]
+            if token["normalized"] or not content:
+                continue  # looked for in each segment by itself, behind its normalizing
+            if token["lstrip"] or token["rstrip"] or token["single_word"]:
+                odd.append(content)  # takes blanks from its neighbours, or is none beside letters
+            else:
+                plain[content] = int(token["id"])
+        every = (*plain, *odd)
+        marks = [one for one in plain if not any(other != one and other.startswith(one) for other in every)]
+        if not marks:
+            raise Unsuitable("it has no token at which a text can be cut")
+        joints = [one for one in marks if not any(_ends_in(other, one) for other in every)]
+        self._cuts = re.compile(f"({_longest_first(plain)})")
+        self._odd = re.compile(_longest_first(odd)) if odd else None
+        self.ids: Mapping[str, int] = plain
+        """Ids of the tokens at which texts are cut, by their text."""
+        self.mark = min(joints or marks, key=len)
+        """One of them, which is no beginning of another: segments are tokenized behind it."""
+        self.joins = bool(joints)
+        """Whether a segment before it ends where it begins, whatever the segment is: it can stand between two."""
+
+    def cut(self, text: str) -> list[str] | None:
+        """The segments of a text and, at odd places, the tokens between them; None if it is not to be cut."""
+        if self._odd is not None and self._odd.search(text) is not None:
+            return None
+        return self._cuts.split(text)
+
+
+def _ends_in(token: str, mark: str) -> bool:
+    """Whether a token can begin in what stands before the mark and end in the mark, or behind it."""
+    if token != mark and mark in token:
+        return True
+    return any(token[-length:] == mark[:length] for length in range(1, min(len(token), len(mark) + 1)))
+
+
+def _longest_first(contents: Sequence[str] | Mapping[str, int]) -> str:
+    """An expression that finds what the library's search does (``MatchKind::LeftmostLongest``)."""
+    return "|".join(map(re.escape, sorted(contents, key=len, reverse=True)))
+
+
+def _check(told: Mapping[str, Any]) -> None:
+    """Looks for what is not the same in every text.
+
+    Raises:
+        Unsuitable: there is something.
+    """
+    if told.get("truncation") or told.get("padding"):
+        raise Unsuitable("it cuts or fills texts to a length")
+    for place, known in _KNOWN.items():
+        for kind in _kinds(told.get(place)):
+            if kind not in known:
+                raise Unsuitable(f"its {place.replace('_', '-')} {kind} is not known here")
+    for part in _parts(told.get("post_processor")):
+        if part["type"] not in _POST_PROCESSORS:
+            raise Unsuitable(f"its post-processor {part['type']} is not known here")
+        if sum("Sequence" in piece for piece in part.get("single", [{"Sequence": "A"}])) != 1:
+            raise Unsuitable("its post-processor does not give a text once")
+    model = told["model"]
+    if model.get("dropout"):
+        raise Unsuitable("it merges at random (dropout)")
+    if model.get("alpha") or model.get("nbest_size"):
+        raise Unsuitable("it samples")
+
+
+def _kinds(part: Mapping[str, Any] | None) -> Iterator[str]:
+    return (one.get("type", "BPE") for one in _parts(part))  # a model without a type is an old BPE
+
+
+def _parts(part: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    if part is None:
+        return
+    yield part
+    for name in ("normalizers", "pretokenizers", "processors"):
+        for one in part.get(name, ()):
+            yield from _parts(one)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFigures:
+    """What a cache holds and has done."""
+
+    bytes: int
+    segments: int
+    asked_characters: int
+    """Of all segments that were asked for, but for those that stand first in a text."""
+    found_characters: int
+    """Those of them that were there."""
+
+
+class SegmentCache:
+    """Ids of segments, the newest up to so many bytes. For several threads."""
+
+    def __init__(
+        self,
+        rules: Rules,
+        encode: Encode,
+        capacity_bytes: int,
+        quick: tuple[Callable[[str], bool], Encode] | None = None,
+    ) -> None:
+        """
+        Args:
+            encode: the tokenizer; segments are given to it behind ``rules.mark``.
+            quick: one that takes some texts only, and which; it is asked for many segments at once.
+        """
+        self._rules, self._encode, self._capacity = rules, encode, capacity_bytes
+        self._takes, self._quick = quick or (_any_text, encode)
+        self._kept: OrderedDict[str, Sequence[int]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._bytes = self._found = self._asked = 0
+
+    @property
+    def figures(self) -> CacheFigures:
+        """As of now."""
+        with self._lock:
+            return CacheFigures(self._bytes, len(self._kept), self._asked, self._found)
+
+    def ids(self, text: str) -> list[int] | None:
+        """The ids of a text, without what a tokenizer adds at its ends; None if it cannot be cut."""
+        parts = self._rules.cut(text)
+        if parts is None:
+            return None
+        segments = parts[2::2]
+        if (found := self._look_up(segments)) is None:
+            known = self._known(segments)
+            found = [known[segment] for segment in segments]
+        ids, of_cuts = list(self._encode(parts[0])) if parts[0] else [], self._rules.ids
+        for token, behind in zip(parts[1::2], found, strict=True):
+            ids.append(of_cuts[token])
+            ids += behind
+        return ids
+
+    def _look_up(self, segments: Sequence[str]) -> list[Sequence[int]] | None:
+        """The ids of each, if they all are there."""
+        kept = self._kept
+        with self._lock:
+            try:
+                found = [kept[segment] for segment in segments]
+            except KeyError:
+                return None
+            for segment in dict.fromkeys(segments):
+                kept.move_to_end(segment)
+            characters = sum(map(len, segments))
+            self._asked += characters
+            self._found += characters
+        return found
+
+    def _known(self, segments: Sequence[str]) -> dict[str, Sequence[int]]:
+        """The ids of each, those that are not there made now."""
+        known: dict[str, Sequence[int]] = {}
+        with self._lock:
+            for segment in segments:
+                self._asked += len(segment)
+                if (ids := self._kept.get(segment)) is not None:
+                    self._kept.move_to_end(segment)
+                    known[segment] = ids
+                    self._found += len(segment)
+        missing = [one for one in dict.fromkeys(segments) if one not in known]
+        made = dict(zip(missing, self._encode_all(missing), strict=True))
+        with self._lock:
+            for segment, ids in made.items():
+                size = _size(segment, ids)
+                if segment in self._kept or size > self._capacity:
+                    continue
+                self._kept[segment] = ids
+                self._bytes += size
+            while self._bytes > self._capacity:
+                self._bytes -= _size(*self._kept.popitem(last=False))
+        return known | made
+
+    def _encode_all(self, segments: Sequence[str]) -> Sequence[Sequence[int]]:
+        """The ids of each, by one call for all that can be put together."""
+        if not self._rules.joins:
+            return [self._encode_one(one) for one in segments]
+        joined = self._joined(segments)
+        if self._takes(joined):
+            return self._divided(joined, segments)
+        quick = [one for one in segments if self._takes(one)]
+        made = dict(zip(quick, self._divided(self._joined(quick), quick), strict=True)) if quick else {}
+        return [self._encode_one(one) if (ids := made.get(one)) is None else ids for one in segments]
+
+    def _encode_one(self, segment: str) -> Sequence[int]:
+        return list(self._encode(self._rules.mark + segment))[1:]
+
+    def _joined(self, segments: Sequence[str]) -> str:
+        return self._rules.mark + self._rules.mark.join(segments)
+
+    def _divided(self, joined: str, segments: Sequence[str]) -> Sequence[Sequence[int]]:
+        mark = self._rules.ids[self._rules.mark]
+        ids = list(self._quick(joined))
+        if ids.count(mark) != len(segments):  # a text of which the model makes the mark's id, by normalizing
+            return [self._encode_one(one) for one in segments]
+        made, begin = [], 1
+        for _ in segments[1:]:
+            end = ids.index(mark, begin)
+            made.append(ids[begin:end])
+            begin = end + 1
+        made.append(ids[begin:])
+        return made
+
+
+def _any_text(_: str) -> bool:
+    return True
+
+
+def _size(segment: str, ids: Sequence[int]) -> int:
+    wide = 1 if segment.isascii() else 4  # at most: how Python keeps a text depends on its widest character
+    return _ENTRY_BYTES + wide * len(segment) + _ID_BYTES * len(ids)

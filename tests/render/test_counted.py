@@ -1,0 +1,35 @@
+"""What a gateway worker reads off a front end for its metrics is there, under those names."""
+
+import contextlib
+
+import httpx
+import pytest
+
+from helpers.token_engine import ScriptedEngine
+from render.conftest import vllm_around
+from trivet.gateway.worker import _rendered
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def test_a_front_end_tells_what_it_has_rendered(frontend, caches, model_folder):
+    with contextlib.ExitStack() as setting_up:
+        setting_up.enter_context(vllm_around(caches))
+        flags = [str(model_folder), "--served-model-name", "tiny", "--enable-scale-out"]
+        async with frontend.open_frontend(flags, ScriptedEngine()) as opened:
+            setting_up.close()
+            begun = _rendered(opened)
+            assert begun.tokenizer in ("tokenizers", "fastokens", "gigatoken", "kitoken")
+            assert (begun.derender_hits, begun.derender_replays) == (0, 0)
+            body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
+            transport = httpx.ASGITransport(opened.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://render", timeout=20) as client:
+                for _ in range(2):
+                    assert (await client.post("/v1/chat/completions/render", json=body)).status_code == 200
+            once, twice = begun.characters, _rendered(opened)
+            asked = twice.characters - once
+            assert asked > 0
+            assert twice.found_characters - begun.found_characters == asked / 2, "the second time all was there"
+            assert twice.cache_bytes > begun.cache_bytes
+            opened.app.state.linear_derender.replays += 3
+            assert _rendered(opened).derender_replays == 3

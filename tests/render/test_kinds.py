@@ -1,0 +1,45 @@
+"""Kinds of characters, and the guard that looks for rows of them."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trivet.render.kinds import _MEMBERS, Guard, kind_of, row_texts
+
+
+@pytest.mark.parametrize("name", _MEMBERS)
+def test_members_are_of_their_kind(name):
+    assert {kind_of(one) for one in _MEMBERS[name]} == {name}
+
+
+def test_every_character_is_of_some_kind():
+    assert {kind_of(chr(code)) for code in range(sys.maxunicode + 1)} <= set(_MEMBERS)
+
+
+def test_every_row_has_a_text_and_every_text_its_row():
+    rows = set()
+    for row, text in row_texts(()):
+        kinds = ["edge", *map(kind_of, text), "edge"]
+        assert any(tuple(kinds[begin : begin + 3]) == row for begin in range(len(kinds) - 2)), (row, text)
+        rows.add(row)
+    assert len(rows) == (len(_MEMBERS) + 1) ** 2 * len(_MEMBERS)
+
+
+def test_no_text_has_a_character_that_is_to_be_left_out():
+    assert not any("\v" in text or "é" in text for _, text in row_texts(("\v", "é")))
+
+
+@settings(deadline=None)
+@given(
+    text=st.text(alphabet=st.sampled_from("ab é1.'\t\n中👍\x0b/_\ud800"), max_size=30),
+    unlike=st.sets(st.sampled_from("é\x0b1中"), max_size=2),
+    rows=st.sets(st.tuples(*[st.sampled_from(["lower", "tab", "'", " ", "digit", "edge"])] * 3), max_size=4),
+)
+def test_a_text_passes_if_it_has_none_of_the_characters_and_none_of_the_rows(text, unlike, rows):
+    kinds = ["edge", *map(kind_of, text), "edge"]
+    has = unlike.intersection(text) or any(tuple(kinds[begin : begin + 3]) in rows for begin in range(len(kinds)))
+    assert Guard(unlike, rows).passes(text) is not bool(has)
