@@ -145,6 +145,39 @@ def test_a_problem_that_is_over_is_told_with_its_time(trivet, gateway):
     ]
 
 
+SERVERS = [
+    {"url": "http://10.0.0.1:9000", "state": "up", "problem": None, "requests_running": 3},
+    {"url": "http://10.0.0.2:9000", "state": "other_ids", "problem": "makes [other] ids", "requests_running": 0},
+]
+
+
+def test_render_servers_are_a_table_of_their_own(trivet, gateway):
+    gateway.body = json.dumps({**STATUS, "render_servers": SERVERS}).encode()
+    done = trivet("status", "--url", gateway.url)
+    assert (done.status, done.err) == (0, "")
+    header, *rows = done.out.splitlines()[4:7]
+    assert header.split("  ")[0].strip() == "render server"
+    assert header.split()[-2:] == ["state", "running"]
+    assert [row.split() for row in rows] == [
+        ["http://10.0.0.1:9000", "up", "3"],
+        ["http://10.0.0.2:9000", "other_ids", "0"],
+    ]
+    assert done.out.splitlines()[7:] == [
+        "decode-0: was ended by signal [9]",
+        "http://10.0.0.2:9000 makes [other] ids",
+    ]
+
+
+def test_of_several_workers_it_is_said_that_one_tells_what_runs_at_render_servers(trivet, gateway):
+    workers = [{"worker": 0, "alive": True}, {"worker": 1, "alive": True}]
+    gateway.body = json.dumps({**STATUS, "workers": workers, "render_servers": SERVERS}).encode()
+    assert trivet("status", "--url", gateway.url).out.splitlines()[4].split("  ")[-1].strip() == "running, of one worker"
+
+
+def test_without_render_servers_nothing_is_said_of_them(trivet, gateway):
+    assert "render" not in trivet("status", "--url", gateway.url).out
+
+
 @pytest.mark.parametrize("how", ["option", "environment"])
 def test_a_key_is_sent(trivet, gateway, monkeypatch, how):
     if how == "environment":

@@ -114,6 +114,50 @@ def test_a_topology_is_shown_as_json(trivet, topology):
     assert not set(prefill["cores"]) & set(decode["cores"])
 
 
+@pytest.fixture
+def with_servers(topology):
+    servers = 'servers: ["http://127.0.0.1:9001", "http://render:9001"], queue_s: 0.5, api_key: secret'
+    topology.write_text(SPLIT.replace("tiers: {", f"tiers: {{render: {{{servers}}}, "))
+    return topology
+
+
+def test_render_servers_are_shown_with_their_limits_and_how_one_is_started(trivet, with_servers):
+    lines = trivet("topology", "show", with_servers).out.splitlines()
+    (at,) = (number for number, line in enumerate(lines) if line.startswith("render "))
+    assert lines[at + 1 : at + 3] == [
+        "           token ids of prompts from http://127.0.0.1:9001, http://render:9001",
+        "           16 request(s) at once at each, 64 wait for 0.5 s at most, each takes 10 s at most; else rendered "
+        "in the workers",
+    ]
+    started = (
+        f"           start one with: trivet render {with_servers}, or vllm launch render org/model --served-model-name"
+    )
+    assert lines[at + 3].startswith(f"{started} tiny alias ")
+    facts = json.loads(trivet("topology", "show", with_servers, "--json").out)["render_servers"]
+    assert facts["servers"] == ["http://127.0.0.1:9001", "http://render:9001"]
+    assert (facts["queue_s"], facts["fallback"]) == (0.5, "local")
+    assert facts["command"][:4] == ["vllm", "launch", "render", "org/model"]
+
+
+def test_without_render_servers_nothing_is_said_of_them(trivet, topology):
+    assert "token ids" not in trivet("topology", "show", topology).out
+    assert json.loads(trivet("topology", "show", topology, "--json").out)["render_servers"] is None
+
+
+def test_what_is_refused_is_shown_as_refused(trivet, with_servers):
+    with_servers.write_text(with_servers.read_text().replace("queue_s: 0.5", "fallback: refuse"))
+    assert (
+        "64 wait for 2 s at most, each takes 10 s at most; else refused (503)"
+        in trivet("topology", "show", with_servers).out
+    )
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_the_key_of_render_servers_is_not_shown(trivet, with_servers, form):
+    done = trivet("topology", "show", with_servers, *form)
+    assert (done.status, "secret" in done.out) == (0, False)
+
+
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_the_keys_of_clients_are_not_shown(trivet, topology, form):
     done = trivet("topology", "show", topology, *form)

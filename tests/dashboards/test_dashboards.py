@@ -11,7 +11,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from trivet.gateway.metrics import GatewayMetrics, Gauges
+from trivet.gateway.metrics import GatewayMetrics, Gauges, Rendered
 from trivet.journal import GenerationRecord, RequestRecord
 from trivet.routing.engines import Engines, EngineView
 from trivet.routing.held import Held
@@ -31,8 +31,9 @@ Samples = dict[str, set[str]]
 
 
 def gateways() -> Samples:
-    """What a gateway exposes when it has served a request."""
-    metrics, engines, owner = GatewayMetrics(Held()), Engines(), RequestRecord("r", "/v1/completions", arrived_s=1.0)
+    """What a gateway exposes when it has served a request, and has asked render servers."""
+    metrics, engines = GatewayMetrics(Held(), has_render_servers=True), Engines()
+    owner = RequestRecord("r", "/v1/completions", arrived_s=1.0)
     engines.update([EngineView("p", "prefill", "http://p", True), EngineView("d", "decode", "http://d", True)])
     stamps = {"prefill_start_s": 2.0, "prefill_end_s": 3.0, "decode_start_s": 2.0, "decode_first_s": 3.5}
     record = GenerationRecord("g", 9, 2.0, True, True, split_reason="long_prompt", prefill_engine="p", **stamps)
@@ -43,6 +44,13 @@ def gateways() -> Samples:
     metrics.ended(record, owner)
     metrics.requests.labels("/v1/completions", "200").inc()
     metrics.queue_wait.observe(0.0)
+    metrics.count_rendering(lambda: Rendered("tokenizers"))
+    assert (servers := metrics.of_render_servers) is not None
+    servers.asked("http://r", "ok", 0.1)
+    servers.local("media")
+    servers.refused("queue_full")
+    servers.running("http://r", 1)
+    servers.used("http://r", True)
     return exposed(metrics.text(engines, Gauges(0, 0, 0, 0, 0)).decode())
 
 

@@ -185,6 +185,32 @@ async def test_a_gateway_is_ready_when_something_can_serve(tiers, alone, why_not
         assert (await one.get("/health")).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("why_not", "remarks", "status", "told"),
+    [
+        (None, "", 200, ""),
+        (None, "http://a:1 answers 500", 200, "render servers that are not used: http://a:1 answers 500\n"),
+        (
+            "no render server can be used: http://a:1 ü",
+            "http://a:1 ü",
+            503,
+            "no render server can be used: http://a:1 ü",
+        ),
+    ],
+)
+async def test_readiness_tells_of_render_servers(why_not, remarks, status, told):
+    facts = [{"url": "http://a:1", "state": "up", "problem": None, "requests_running": 2}]
+    servers = SimpleNamespace(why_not_ready=lambda: why_not, remarks=lambda: remarks, facts=lambda: facts)
+    async with gateway(view(), render_servers=servers) as one:
+        response = await one.get("/ready")
+        found = response.text if status == 200 else response.json()["error"]["message"]
+        assert (response.status_code, found) == (status, told)
+        assert (await one.get("/trivet/status")).json()["render_servers"] == facts
+        one.engines.update([view(ready=False)])
+        response = await one.get("/ready")
+        assert response.json()["error"]["message"] == "no engine is ready to serve: 0 of 1 are ready"
+
+
 async def test_a_worker_that_stops_lives_and_serves_and_is_not_ready():
     stopping = False
     async with gateway(view(), stopping=lambda: stopping) as one:

@@ -4,8 +4,9 @@ import sys
 
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.multiprocess import mark_process_dead
 
-from trivet.gateway.metrics import GatewayMetrics, Gauges
+from trivet.gateway.metrics import GatewayMetrics, Gauges, Rendered
 from trivet.journal import GAP_BOUNDS_S, Gaps, GenerationRecord, RequestRecord
 from trivet.routing.board import Board
 from trivet.routing.engines import Engines, EngineView
@@ -199,8 +200,111 @@ def test_gauges_are_as_they_are_now():
     assert later['trivet_outstanding_tokens{engine="decode-0",tier="decode"}'] == 0.0
 
 
-def test_every_metric_has_a_help_text_and_trivets_name():
-    text = GatewayMetrics().text(Engines(), NOTHING).decode()
+SERVER = 'server="http://10.0.0.1:9000"'
+
+
+def of_render_servers() -> GatewayMetrics:
+    """What a worker with a render server has counted."""
+    metrics = GatewayMetrics(has_render_servers=True)
+    counted, server = metrics.of_render_servers, "http://10.0.0.1:9000"
+    counted.used(server, True)
+    counted.running(server, 3)
+    counted.waiting(2)
+    counted.asked(server, "ok", 0.03)
+    counted.asked(server, "ok", 0.04)
+    counted.asked(server, "timeout", 10.0)
+    counted.local("media")
+    counted.refused("queue_full")
+    return metrics
+
+
+def test_what_render_servers_are_asked_is_counted():
+    found = samples(of_render_servers())
+    expected = {
+        f'trivet_render_server_requests_total{{outcome="ok",{SERVER}}}': 2.0,
+        f'trivet_render_server_requests_total{{outcome="timeout",{SERVER}}}': 1.0,
+        f"trivet_render_server_seconds_count{{{SERVER}}}": 2.0,
+        f"trivet_render_server_seconds_sum{{{SERVER}}}": pytest.approx(0.07),
+        'trivet_render_local_total{reason="media"}': 1.0,
+        'trivet_render_refused_total{reason="queue_full"}': 1.0,
+        f"trivet_render_server_running{{{SERVER}}}": 3.0,
+        "trivet_render_waiting": 2.0,
+        f"trivet_render_server_up{{{SERVER}}}": 1.0,
+    }
+    assert {name: found.get(name) for name in expected} == expected
+
+
+def test_a_worker_that_renders_itself_exposes_nothing_of_render_servers():
+    metrics = GatewayMetrics()
+    assert metrics.of_render_servers is None
+    assert [name for name in samples(metrics) if "render" in name and "render_seconds" not in name] == []
+
+
+def rendering(**now: object) -> tuple[GatewayMetrics, list[Rendered]]:
+    """A worker that renders, and what it has rendered, the newest last."""
+    done, metrics = [Rendered(**now)], GatewayMetrics()
+    metrics.count_rendering(lambda: done[-1])
+    return metrics, done
+
+
+def of_rendering(metrics: GatewayMetrics) -> dict[str, float]:
+    return {name: value for name, value in samples(metrics).items() if name.startswith(("trivet_render_", "trivet_de"))}
+
+
+def without_seconds(found: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in found.items() if "_seconds" not in name}
+
+
+def test_what_a_worker_renders_is_counted_as_it_is_when_somebody_asks():
+    first = {"characters": 100, "found_characters": 60, "cache_bytes": 5000, "derender_hits": 9, "derender_replays": 2}
+    metrics, done = rendering(tokenizer="fastokens", **first)
+    expected = {
+        'trivet_render_characters_total{found="yes"}': 60.0,
+        'trivet_render_characters_total{found="no"}': 40.0,
+        "trivet_render_cache_bytes": 5000.0,
+        'trivet_render_tokenizer{name="fastokens"}': 1.0,
+        "trivet_derender_hits_total": 9.0,
+        "trivet_derender_replays_total": 2.0,
+    }
+    for _ in range(2):  # asking twice counts nothing twice
+        assert without_seconds(of_rendering(metrics)) == expected
+    done.append(Rendered("fastokens", 150, 110, 4000, 9, 3))
+    assert without_seconds(of_rendering(metrics)) == expected | {
+        'trivet_render_characters_total{found="yes"}': 110.0,
+        "trivet_render_cache_bytes": 4000.0,
+        "trivet_derender_replays_total": 3.0,
+    }
+
+
+def test_a_worker_that_has_rendered_nothing_yet_says_so_with_every_series():
+    metrics, _ = rendering(tokenizer="vllm")
+    found = without_seconds(of_rendering(metrics))
+    assert found.pop('trivet_render_tokenizer{name="vllm"}') == 1.0
+    assert set(found.values()) == {0.0}
+    assert len(found) == 5
+
+
+def test_a_tokenizer_that_is_given_up_counts_no_more():
+    metrics, done = rendering(tokenizer="fastokens")
+    done.append(Rendered("tokenizers"))
+    found = {name: value for name, value in samples(metrics).items() if "tokenizer" in name}
+    assert found == {
+        'trivet_render_tokenizer{name="fastokens"}': 0.0,
+        'trivet_render_tokenizer{name="tokenizers"}': 1.0,
+    }
+
+
+def test_a_worker_that_does_not_render_exposes_nothing_of_it():
+    metrics = GatewayMetrics()
+    metrics.look()
+    assert without_seconds(of_rendering(metrics)) == {}
+
+
+@pytest.mark.parametrize(
+    "metrics", [GatewayMetrics(), of_render_servers(), rendering(tokenizer="x")[0]], ids=["text", "servers", "renders"]
+)
+def test_every_metric_has_a_help_text_and_trivets_name(metrics):
+    text = metrics.text(Engines(), NOTHING).decode()
     helped = [line.split(" ", 3)[2:] for line in text.splitlines() if line.startswith("# HELP")]
     assert [name for name, _ in helped if not name.startswith("trivet_")] == []
     assert [name for name, words in helped if not words.strip()] == []
@@ -250,7 +354,7 @@ def test_retries_are_attempts_behind_the_first():
 WORKER = """
 import sys
 from prometheus_client import Counter
-from trivet.gateway.metrics import GatewayMetrics, Gauges
+from trivet.gateway.metrics import GatewayMetrics, Gauges, Rendered
 from trivet.journal import GenerationRecord
 from trivet.routing.board import Board, Count
 from trivet.routing.engines import Engines, EngineView
@@ -258,7 +362,13 @@ from trivet.routing.held import Held, new_key
 
 board, worker, running, generations = (int(one) for one in sys.argv[1:])
 Counter("vllm_something", "what vLLM counts in the same process").inc()
-metrics, engines = GatewayMetrics(), Engines(board=Board.open(board, worker))
+metrics, engines = GatewayMetrics(has_render_servers=True), Engines(board=Board.open(board, worker))
+metrics.of_render_servers.running("http://a:1", running)
+metrics.of_render_servers.waiting(1)
+metrics.of_render_servers.asked("http://a:1", "ok", 0.1)
+for server, is_used in (("http://a:1", True), ("http://b:1", worker == 1)):
+    metrics.of_render_servers.used(server, is_used)
+metrics.count_rendering(lambda: Rendered("fastokens" if worker else "vllm", 100 * running, 10 * running, 7, 5, 1))
 view = EngineView("decode-0", "decode", "http://127.0.0.1:1", True, slot=3)
 engines.update([view])
 for _ in range(generations):
@@ -304,6 +414,7 @@ def test_one_worker_tells_the_sum_of_all(tmp_path):
         workers[0].kill()
         workers[0].wait(30)
         board.clear(0)
+        mark_process_dead(workers[0].pid, str(tmp_path))
         left = told_by(workers[1])
     finally:
         for one in workers:
@@ -319,9 +430,28 @@ def test_one_worker_tells_the_sum_of_all(tmp_path):
     assert found['trivet_outstanding_tokens{engine="decode-0",tier="decode"}'] == 200.0
     assert found['trivet_engine_ready{engine="decode-0",tier="decode"}'] == 1.0
     assert [name for name in found if not name.startswith("trivet_")] == []
+    server = 'server="http://a:1"'
+    assert found[f'trivet_render_server_requests_total{{outcome="ok",{server}}}'] == 2.0
+    assert (found[f"trivet_render_server_running{{{server}}}"], found["trivet_render_waiting"]) == (5.0, 2.0)
+    up = {name: value for name, value in found.items() if name.startswith("trivet_render_server_up")}
+    assert set(up.values()) == {0.0, 1.0}
+    assert up[f"trivet_render_server_up{{{server}}}"] == 1.0
+    missed = 'trivet_render_characters_total{found="no"}'
+    rendered = {name: value for name, value in found.items() if "render_tokenizer" in name or "cache_bytes" in name}
+    assert rendered == {
+        'trivet_render_tokenizer{name="fastokens"}': 1.0,
+        'trivet_render_tokenizer{name="vllm"}': 1.0,
+        "trivet_render_cache_bytes": 14.0,
+    }
+    assert found[missed] == left[missed] == 450.0
+    assert (found["trivet_derender_hits_total"], found["trivet_derender_replays_total"]) == (10.0, 2.0)
     # of the one that was killed remains what it counted, and nothing that it had under way
     assert left[f"trivet_generations_total{{{served}}}"] == 5.0
     assert left["trivet_generations_running"] == 3.0
+    assert (left[f"trivet_render_server_running{{{server}}}"], left["trivet_render_waiting"]) == (3.0, 1.0)
+    assert left['trivet_render_server_up{server="http://b:1"}'] == 1.0, "the other one did not use it"
+    assert left["trivet_render_cache_bytes"] == 7.0
+    assert 'trivet_render_tokenizer{name="vllm"}' not in left
     assert left['trivet_outstanding_tokens{engine="decode-0",tier="decode"}'] == 100.0
 
 

@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from contextlib import asynccontextmanager, closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,9 +24,10 @@ from trivet.connectors import NixlConnector
 from trivet.errors import EngineFailedError, PortInUseError, TrivetError
 from trivet.gateway import service as service_module
 from trivet.gateway.runs import last_url
-from trivet.gateway.service import Event, Service, _bind, _Worker
+from trivet.gateway.service import Event, Service, _Worker
 from trivet.routing.board import Board, Count
 from trivet.topology import EnginePlan, Plan, parse_topology
+from trivet.topology.ports import bind
 
 WAIT_S = 10.0
 FAKE_WORKER = Path(helpers.__file__).with_name("fake_worker.py")
@@ -43,13 +45,13 @@ def state(tmp_path, monkeypatch) -> Path:
 # the gateway's socket
 
 
-def test_a_busy_port_is_told_with_what_to_do():
+def test_a_busy_port_is_told_with_what_to_do(tmp_path):
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
         port = server.getsockname()[1]
         with pytest.raises(PortInUseError) as caught:
-            _bind("127.0.0.1", port)
+            Service(plan_of(host="127.0.0.1", port=port), tmp_path)
     assert str(caught.value) == (
         f"the gateway cannot listen on 127.0.0.1:{port}: Address already in use -> stop what uses it, or give "
         "another: --port N, or gateway.port in the topology (0: a free one)"
@@ -57,43 +59,13 @@ def test_a_busy_port_is_told_with_what_to_do():
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no such host"])
-def test_an_address_of_another_machine_is_told(host):
+def test_an_address_of_another_machine_is_told(tmp_path, host):
     with pytest.raises(PortInUseError) as caught:
-        _bind(host, 0)
+        Service(plan_of(host=host), tmp_path)
     assert host in caught.value.problem
     assert caught.value.mend == (
         "gateway.host: 127.0.0.1 for this machine only, 0.0.0.0 for others too, or an address of this machine"
     )
-
-
-def test_a_port_that_is_roots_is_told(monkeypatch):
-    class Refusing(socket.socket):
-        def bind(self, _address):
-            raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(service_module.socket, "socket", Refusing)
-    with pytest.raises(PortInUseError) as caught:
-        _bind("127.0.0.1", 80)
-    assert caught.value.mend.startswith("ports below 1024 are root's; give another: --port N")
-
-
-def test_port_0_is_a_free_one():
-    with closing(_bind("127.0.0.1", 0)) as one, closing(_bind("127.0.0.1", 0)) as other:
-        ports = {one.getsockname()[1], other.getsockname()[1]}
-        assert len(ports) == 2
-        assert 0 not in ports
-
-
-def test_a_port_can_be_taken_again_at_once():
-    """Connections of the last service may still be closing."""
-    with closing(_bind("127.0.0.1", 0)) as listener:
-        listener.listen()
-        address = listener.getsockname()
-        client = socket.create_connection(address)
-        accepted, _ = listener.accept()
-        accepted.close()  # the side that closes first keeps the port for a while
-        client.close()
-    _bind(*address).close()
 
 
 @pytest.mark.parametrize(
@@ -115,7 +87,7 @@ def test_with_a_certificate_the_address_is_https(tmp_path):
 
 
 def test_a_certificate_that_is_not_there_is_told_before_anything_is_begun(tmp_path, monkeypatch):
-    monkeypatch.setattr(service_module, "_bind", lambda *_: pytest.fail("bound"))
+    monkeypatch.setattr(service_module, "bind", lambda *_, **__: pytest.fail("bound"))
     with pytest.raises(TrivetError, match=r"gateway\.tls\.certificate: /none\.pem: No such file or directory"):
         Service(plan_of(tls={"certificate": "/none.pem"}), tmp_path)
 
@@ -188,7 +160,7 @@ class Running:
 async def worker_of(tmp_path: Path, plan: Plan | None = None, metrics_dir: Path | None = None):
     events: list[Event] = []
     log = tmp_path / "gateway.log"
-    with closing(_bind("127.0.0.1", 0)) as listener:
+    with closing(bind("a worker", "127.0.0.1", 0, another="0")) as listener:
         running: Running
         worker = _Worker(
             3,
@@ -227,6 +199,31 @@ async def test_a_worker_is_told_all_it_must_know(tmp_path, program):
             ("gateway-3", "starting"),
             ("gateway-3", "ready"),
         ]
+
+
+async def test_workers_are_told_of_the_render_servers(tmp_path, program):
+    tier = {"servers": ["http://a:1/", "http://b:1"], "running": 3, "queued": 5, "fallback": "refuse", "api_key": "k"}
+    gateway = {"port": 0, "workers": 2, "drain_s": 5}
+    topology = parse_topology(json.dumps({"tiers": {"mixed": {}, "render": tier}, "gateway": gateway}))
+    async with worker_of(tmp_path, replace(plan_of(), topology=topology)) as one:
+        await one.worker.start()
+        (start,) = program.noted("starts")
+        assert start["config"]["render_servers"] == {
+            "servers": ["http://a:1", "http://b:1"],
+            "running": 3,
+            "queued": 5,
+            "queue_s": 2.0,
+            "timeout_s": 10.0,
+            "fallback": "refuse",
+            "local_below_bytes": 0,
+            "api_key": "k",
+        }
+
+
+async def test_without_render_servers_workers_are_told_of_none(tmp_path, program):
+    async with worker_of(tmp_path) as one:
+        await one.worker.start()
+        assert program.noted("starts")[0]["config"]["render_servers"] is None
 
 
 @pytest.mark.parametrize(

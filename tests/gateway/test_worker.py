@@ -20,14 +20,29 @@ import pytest
 
 from helpers.certificates import write_certificate
 from helpers.engines import DONE, FakeEngine, chunk, hanging, json_answer, listening, speaking, streaming, usage, whole
-from helpers.processes import left_of
-from trivet.gateway.shared import SharedConfig
+from helpers.processes import holds, left_of
+from helpers.render_servers import RenderServer, answering
+from trivet.gateway.metrics import GatewayMetrics, Rendered
+from trivet.gateway.shared import Shared, SharedConfig
 from trivet.gateway.tls import TlsFiles, trusting
-from trivet.gateway.worker import WorkerConfig, _keeps_responses, _spare_collections, report
+from trivet.gateway.worker import (
+    WorkerConfig,
+    _beating,
+    _keeps_responses,
+    _left_s,
+    _pool_rules,
+    _rendered,
+    _spare_collections,
+    report,
+)
+from trivet.journal import RequestRecord, current_request, now_s
+from trivet.render.pool import PoolRules
+from trivet.render.segments import CacheFigures
+from trivet.routing.board import Board
 from trivet.sim import SimEngine, SimSettings
 from trivet.sim.settings import SimEvents
 from trivet.surface.cors import CorsRules
-from trivet.topology.model import Limits, Split
+from trivet.topology.model import Limits, RenderTier, Split
 
 WAIT_S = 10.0
 
@@ -50,6 +65,9 @@ CONFIG = WorkerConfig(
     log_fd=12,
     events_of="tiny ü",
     shared=SharedConfig(1, 7, (8, 9), "/run/ü"),
+    render_servers=RenderTier(servers=["http://a:1", "http://b:1"], running=3, queue_s=0.5, api_key="ü"),
+    cache_mib=7,
+    fast_tokenizer="off",
 )
 
 
@@ -79,6 +97,34 @@ def test_stored_responses_are_vllms_where_one_process_has_them_all(monkeypatch, 
     config = replace(CONFIG, plane=plane)
     assert _keeps_responses(config, SimpleNamespace(workers=workers)) is kept
     assert os.environ.get("VLLM_ENABLE_RESPONSES_API_STORE") == left
+
+
+@pytest.mark.parametrize(("workers", "running", "queued"), [(1, 10, 3), (2, 5, 2), (3, 4, 1), (64, 1, 1)])
+def test_workers_share_what_render_servers_may_be_asked(workers, running, queued):
+    more = {"queue_s": 1, "timeout_s": 2, "fallback": "refuse", "local_below_bytes": 7, "api_key": "k"}
+    tier = RenderTier(servers=["http://a:1/", "http://b:1"], running=10, queued=3, **more)
+    assert _pool_rules(tier, workers) == PoolRules(
+        ("http://a:1", "http://b:1"), running, queued, 1.0, 2.0, refuses=True, local_below_bytes=7, api_key="k"
+    )
+
+
+def test_the_defaults_for_render_servers_are_those_of_a_lone_worker():
+    assert _pool_rules(RenderTier(servers=["http://a:1"]), 1) == PoolRules(("http://a:1",))
+
+
+def test_no_queue_is_no_queue_for_any_number_of_workers():
+    assert _pool_rules(RenderTier(servers=["http://a:1"], queued=0), 4).queued == 0
+
+
+def test_a_request_has_as_long_for_rendering_as_its_deadline_leaves():
+    assert _left_s() is None
+    for deadline_s, least, most in ((None, None, None), (now_s() + 60, 1, 60), (now_s() - 1, 0, 0)):
+        token = current_request.set(RequestRecord("r", "/v1/completions", arrived_s=now_s(), deadline_s=deadline_s))
+        try:
+            left_s = _left_s()
+        finally:
+            current_request.reset(token)
+        assert left_s is None if deadline_s is None else least <= left_s <= most
 
 
 def test_a_report_that_nobody_reads_is_no_fault():
@@ -119,12 +165,34 @@ from trivet.surface.http import answer
 
 sys.modules["trivet.fleet.vllm"] = types.ModuleType("trivet.fleet.vllm")
 frontend_module = types.ModuleType("trivet.render.frontend")
+tokenizing = sys.modules["trivet.render.tokenizing"] = types.ModuleType("trivet.render.tokenizing")  # imports much
+tokenizing.settings_of = lambda *told: told
+figures = types.SimpleNamespace(bytes=1000, segments=3, asked_characters=0, found_characters=0)
+linear = types.SimpleNamespace(hits=2, replays=1)
+
+
+class Renderer:
+    """vLLM's, with the entries that matter."""
+
+    model_config = types.SimpleNamespace(get_vocab_size=lambda: 100)
+
+    def get_tokenizer(self):
+        return types.SimpleNamespace(max_token_id=99)
+
+    async def render_chat_async(
+        self, conversations, chat_params, tok_params=None, *, prompt_extras=None, skip_mm_cache=False
+    ):
+        raise NotImplementedError
+
+    async def render_cmpl_async(self, prompts, tok_params=None, *, prompt_extras=None, skip_mm_cache=False):
+        return [one.get("prompt_token_ids", [1, 2, 3]) for one in prompts]
 
 
 @contextlib.asynccontextmanager
-async def open_frontend(flags, engine):
+async def open_frontend(flags, engine, tokenizing):
     """Generates on the legs, and answers with the tokens; says how it was opened."""
     Path("flags").write_text(json.dumps(list(flags)))
+    Path("tokenizing").write_text(json.dumps(tokenizing))
     Path("gpus").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
     if "--wrong" in flags:
         raise TrivetError("vLLM refuses the render flags: --wrong", mend="look at `flags`")
@@ -138,13 +206,27 @@ async def open_frontend(flags, engine):
                 await send({"type": f"lifespan.{kind}.complete"})
                 Path("lifespan").open("a").write(f"{kind} ")
             return
-        request = TokenRequest("gen-1", [1, 2, 3], {"max_tokens": 2, "temperature": 0.0}, "tiny")
+        prompt = json.loads((await receive())["body"]).get("prompt", "Hi")
+        prompts = [prompt] if isinstance(prompt, str) else prompt
+        if scope["path"].endswith("/render"):
+            rendered = [{"token_ids": [1, 2, 3]} for _ in prompts]
+            value = rendered if "/completions/" in scope["path"] and "/chat/" not in scope["path"] else rendered[0]
+            await answer(send, 200, json.dumps(value).encode(), b"application/json")
+            return
+        (ids,) = await renderer.render_cmpl_async([{"prompt": one} for one in prompts])
+        request = TokenRequest("gen-1", ids, {"max_tokens": 2, "temperature": 0.0}, "tiny")
+        figures.asked_characters += 9
+        figures.found_characters += 5
         tokens = []
         async for chunk in engine.run(request):
             tokens += chunk.token_ids
         await answer(send, 200, json.dumps(tokens).encode(), b"application/json")
 
-    yield types.SimpleNamespace(app=app, core=types.SimpleNamespace(running=0))
+    renderer = Renderer()
+    online = types.SimpleNamespace(renderer=renderer, use_harmony=False, model_config=renderer.model_config)
+    app.state = types.SimpleNamespace(online_renderer=online, linear_derender=linear)
+    core, prompts = types.SimpleNamespace(running=0), types.SimpleNamespace(fast=None, figures=figures)
+    yield types.SimpleNamespace(app=app, core=core, served_names=["tiny"], max_model_len=99, prompts=prompts)
     Path("closed").touch()
 
 
@@ -262,6 +344,128 @@ async def test_a_worker_serves_with_the_engines_that_it_is_told(tmp_path, client
         await until(gone)
 
 
+async def rendering(request: Any) -> Any:
+    """As the stub's own front end does."""
+    body = await request.json()
+    prompts = body.get("prompt", "Hi")
+    rendered = [{"token_ids": [1, 2, 3]} for _ in ([prompts] if isinstance(prompts, str) else prompts)]
+    return await answering(200, rendered if request.path == "/v1/completions/render" else rendered[0])(request)
+
+
+async def test_a_worker_counts_what_it_renders(tmp_path, client):
+    more = {"cache_mib": 7, "fast_tokenizer": "off"}
+    async with FakeEngine("mixed-0", "mixed", speaking(5, 6)) as engine, worker_of(tmp_path, **more) as worker:
+        assert await worker.word() == {"ready": True}
+        assert json.loads((tmp_path / "tokenizing").read_text()) == [7, "off"]
+        worker.tell(facts(engine))
+        await until(lambda: ready(client, worker))
+        assert [await ask(client, worker) for _ in range(2)] == [200, 200]
+        async with client.get(f"{worker.url}/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        assert {
+            'trivet_render_characters_total{found="yes"} 10.0',
+            'trivet_render_characters_total{found="no"} 8.0',
+            "trivet_render_cache_bytes 1000.0",
+            'trivet_render_tokenizer{name="tokenizers"} 1.0',
+            "trivet_derender_hits_total 2.0",
+            "trivet_derender_replays_total 1.0",
+        } <= set(lines)
+
+
+FIGURES = CacheFigures(bytes=50, segments=1, asked_characters=9, found_characters=4)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "linear", "rendered"),
+    [
+        (None, None, Rendered("vllm")),
+        (None, (3, 1), Rendered("vllm", derender_hits=3, derender_replays=1)),
+        ((None, None), None, Rendered("tokenizers")),
+        ((None, FIGURES), None, Rendered("tokenizers", 9, 4, 50)),
+        (("kitoken", FIGURES), (3, 1), Rendered("kitoken", 9, 4, 50, 3, 1)),
+        (("kitoken, given up", FIGURES), None, Rendered("tokenizers", 9, 4, 50)),
+    ],
+)
+def test_what_a_front_end_has_rendered_is_told_with_what(prompts, linear, rendered):
+    state = SimpleNamespace()
+    if linear is not None:
+        state.linear_derender = SimpleNamespace(hits=linear[0], replays=linear[1])
+    if prompts is not None:
+        name, comma, _ = (prompts[0] or "").partition(",")
+        fast = SimpleNamespace(name=name, distrust="other ids" if comma else None) if name else None
+        prompts = SimpleNamespace(fast=fast, figures=prompts[1])
+    assert _rendered(SimpleNamespace(app=SimpleNamespace(state=state), prompts=prompts)) == rendered
+
+
+async def test_what_a_worker_renders_is_there_for_its_siblings_with_its_heartbeat(tmp_path):
+    metrics, done = GatewayMetrics(), [Rendered("tokenizers")]
+    metrics.count_rendering(lambda: done[-1])
+    shared = Shared(2, 1, tmp_path)
+    try:
+        config = replace(CONFIG, shared=shared.config(0))
+        async with _beating(config, Board.open(os.dup(config.shared.board_fd), 0), metrics):
+            done.append(Rendered("tokenizers", derender_replays=4))
+            await holds(lambda: metrics.registry.get_sample_value("trivet_derender_replays_total") == 4)
+    finally:
+        shared.close()
+
+
+async def test_a_worker_has_its_render_servers_render(tmp_path, client):
+    async with (
+        RenderServer() as server,
+        RenderServer() as other,
+        FakeEngine("mixed-0", "mixed", speaking(5, 6)) as engine,
+        worker_of(
+            tmp_path, render_servers=RenderTier(servers=[server.url, other.url], api_key="of the servers")
+        ) as worker,
+    ):
+        server.canaries, server.replies = rendering, answering(200, [{"token_ids": [7, 8, 9]}])
+        other.canaries = answering(200, {"token_ids": [4]})
+        assert await worker.word() == {"ready": True}
+        worker.tell(facts(engine))
+        await until(lambda: ready(client, worker))
+        async with client.get(f"{worker.url}/ready") as answer:
+            assert f"render servers that are not used: {other.url} " in await answer.text()
+        headers = {"Authorization": "Bearer of the client"}
+        async with client.post(f"{worker.url}/v1/completions", json={"prompt": "Hi"}, headers=headers) as answer:
+            assert (answer.status, await answer.json()) == (200, [5, 6])
+        assert engine.calls[0].body["token_ids"] == [7, 8, 9]
+        assert server.asked[0].headers["Authorization"] == "Bearer of the servers"
+        async with client.get(f"{worker.url}/metrics") as answer:
+            text = await answer.text()
+        assert f'trivet_render_server_requests_total{{outcome="ok",server="{server.url}"}} 1.0' in text
+        assert f'trivet_render_server_up{{server="{other.url}"}} 0.0' in text
+        assert "trivet_render_seconds_count 1.0" in text
+        _, told = await status(client, worker.url)
+        assert [one["url"] for one in told["render_servers"]] == [server.url, other.url]
+        assert "of the servers" not in json.dumps(told)
+
+
+async def test_a_worker_that_may_not_render_refuses_without_servers(tmp_path, client):
+    tier = RenderTier(servers=["http://127.0.0.1:1"], fallback="refuse")
+    async with (
+        FakeEngine("mixed-0", "mixed", speaking(5, 6)) as engine,
+        worker_of(tmp_path, render_servers=tier) as worker,
+    ):
+        assert await worker.word() == {"ready": True}
+        worker.tell(facts(engine))
+
+        async def told() -> bool:
+            async with client.get(f"{worker.url}/ready") as answer:
+                return "no render server can be used: http://127.0.0.1:1 cannot be reached" in await answer.text()
+
+        await until(told)
+        for path in ("completions", "messages"):
+            body = {"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}]}
+            async with client.post(f"{worker.url}/v1/{path}", json=body) as answer:
+                error = (await answer.json())["error"]
+                assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+                assert error["message"] == "no render server can be used"
+        async with client.post(f"{worker.url}/v1/completions", json={"prompt": [[5, 6]]}) as answer:
+            assert answer.status == 200, "there is nothing to render"
+        assert [call.body["token_ids"] for call in engine.calls] == [[1, 2, 3]]
+
+
 async def test_a_worker_gives_vllm_the_keys_and_wants_them_itself(tmp_path, client):
     async with worker_of(tmp_path, "--max-model-len", "512", api_keys=("one", "two")) as worker:
         await worker.word()
@@ -284,9 +488,12 @@ async def test_a_worker_serves_https_and_tells_browsers_what_they_may(tmp_path, 
             await client.get(f"{worker.url}/health")
 
 
-async def test_a_worker_of_the_text_plane_keeps_no_responses(tmp_path, client):
+async def test_a_worker_of_the_text_plane_keeps_no_responses_and_counts_no_rendering(tmp_path, client):
     async with worker_of(tmp_path, plane="text") as worker:
         await worker.word()
+        async with client.get(f"{worker.url}/metrics") as answered:
+            told = {line.split("{")[0].split(" ")[0] for line in (await answered.text()).splitlines()}
+        assert {name for name in told if "render" in name and "render_seconds" not in name} == set()
         async with client.get(f"{worker.url}/v1/responses/resp_1") as answered:
             assert (answered.status, "are not kept" in (await answered.json())["error"]["message"]) == (501, True)
 

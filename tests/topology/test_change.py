@@ -217,7 +217,12 @@ def refusal(before: str, after: str) -> str:
         (
             "  prefill:",
             "  render: {flags: {reasoning-parser: x}}\n  prefill:",
-            "t.yaml:4: tiers.render cannot change while the service runs",
+            "t.yaml:4: tiers.render.flags cannot change while the service runs",
+        ),
+        (
+            "  prefill:",
+            "  render:\n    queued: 3\n    servers: ['http://127.0.0.1:9000']\n  prefill:",
+            "t.yaml:6: tiers.render.servers cannot change while the service runs",
         ),
         (
             "kv:",
@@ -240,6 +245,12 @@ def refusal(before: str, after: str) -> str:
 def test_what_is_not_an_engine_is_refused_by_name(old, new, told):
     assert PAIR.count(old) == 1
     assert refusal(PAIR, PAIR.replace(old, new)) == told
+
+
+def test_the_limits_of_render_servers_are_refused_by_name_too():
+    one = PAIR.replace("  prefill:", "  render: {servers: ['http://a:1']}\n  prefill:")
+    other = one.replace("'http://a:1']", "'http://a:1'], timeout_s: 3")
+    assert refusal(one, other) == "t.yaml:4: tiers.render.timeout_s cannot change while the service runs"
 
 
 ANOTHER_KV = "cannot change while the service runs: KV of an engine that has the new value is another than that"

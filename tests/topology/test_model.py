@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from trivet.topology import Engine, Gateway, Kv, Model, Tier, Tiers, Topology
-from trivet.topology.model import OWN_FLAGS, Split, flag_list, flag_names, flag_value
+from trivet.topology.model import OWN_FLAGS, RenderTier, Split, flag_list, flag_names, flag_value
 
 WORD = st.from_regex(r"[a-z][a-z0-9]{0,7}", fullmatch=True)
 NAME = st.lists(WORD, min_size=1, max_size=3)
@@ -319,3 +319,88 @@ def test_a_key_alone_is_no_tls():
 )
 def test_vllms_flags_for_them_name_the_field(flag, field):
     assert field in problem(Tier, flags=[f"--{flag}", "x"])
+
+
+# render servers
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "127.0.0.1:9000",
+        "ftp://host:9000",
+        "http://",
+        "http://a b:9000",
+        "http://host:0",
+        "http://host:99999",
+        "http://host:9000?a=b",
+        "http://host:9000#a",
+        "http://user:secret@host:9000",
+        "",
+    ],
+)
+def test_a_render_server_has_a_url_without_secrets(url):
+    assert "is no render server: write http://host:port" in problem(RenderTier, servers=[url])
+
+
+def test_render_servers_are_known_without_a_slash_at_the_end():
+    urls = ["http://127.0.0.1:9000/", "https://render.example/a/b/", "http://[::1]:9000"]
+    assert RenderTier(servers=urls).servers == [
+        "http://127.0.0.1:9000",
+        "https://render.example/a/b",
+        "http://[::1]:9000",
+    ]
+    assert problem(RenderTier, servers=["http://a:1", "http://a:1/"]) == "Value error, the same server is named twice"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("running", 8),
+        ("queued", 8),
+        ("queue_s", 8.0),
+        ("timeout_s", 8.0),
+        ("fallback", "refuse"),
+        ("local_below_bytes", 8),
+        ("api_key", "k"),
+    ],
+)
+def test_what_is_for_render_servers_needs_some(name, value):
+    given = {name: value}
+    told = f"Value error, without servers, {name} means nothing: name servers, or leave it out"
+    assert problem(RenderTier, **given) == told
+    assert problem(RenderTier, servers=[], **given) == told
+    assert getattr(RenderTier(servers=["http://a:1"], **given), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("running", 0),
+        ("running", 1.5),
+        ("running", True),
+        ("queued", -1),
+        ("queue_s", 0),
+        ("queue_s", "2"),
+        ("timeout_s", 0),
+        ("timeout_s", 3601),
+        ("fallback", "never"),
+        ("local_below_bytes", -1),
+        ("api_key", ""),
+    ],
+)
+def test_limits_of_render_servers_are_sensible(name, value):
+    assert problem(RenderTier, servers=["http://a:1"], **{name: value})
+
+
+def test_there_is_an_end_to_render_servers():
+    assert problem(RenderTier, servers=[f"http://a:{port}" for port in range(1, 66)])
+
+
+def test_render_servers_are_for_the_tokens_plane():
+    fields = {"tiers": {"mixed": {}, "render": {"servers": ["http://a:1"]}}}
+    assert Topology(**fields).tiers.render.servers == ["http://a:1"]
+    assert problem(Topology, **fields, gateway={"plane": "text"}) == (
+        "Value error, tiers.render.servers needs gateway.plane: tokens; on the text plane the engines render by "
+        "themselves"
+    )

@@ -835,9 +835,46 @@ def test_render_has_the_models_flags_and_its_own():
     assert plan_of(text, cpu()).render_flags == tuple(expected.split())
 
 
-def test_render_leaves_the_dtype_to_vllm():
-    flags = plan_of(SPLIT, cpu()).render_flags
-    assert flags[flags.index("--dtype") + 1] == "auto"
+@pytest.mark.parametrize(
+    ("text", "machine", "expected"),
+    [
+        (SPLIT, cpu(), "float32"),
+        (SPLIT, gpu(), "auto"),
+        ("model: {dtype: bfloat16}\n" + SPLIT, cpu(), "bfloat16"),
+        ("flags: {dtype: float16}\n" + SPLIT, gpu(), "float16"),
+    ],
+)
+def test_render_rounds_pixels_to_the_dtype_of_engines(text, machine, expected):
+    flags = plan_of(text, machine).render_flags
+    assert flags[flags.index("--dtype") + 1] == expected
+
+
+def test_a_render_server_is_started_with_the_flags_of_the_workers():
+    plan = plan_of("tiers: {render: {servers: ['http://a:1'], flags: {tool-call-parser: hermes}}, mixed: }", cpu())
+    assert plan.render_command() == ["vllm", "launch", "render", *plan.render_flags]
+    assert plan.render_command()[-2:] == ["--tool-call-parser", "hermes"]
+
+
+@pytest.mark.parametrize(
+    ("gateway", "url", "is_itself"),
+    [
+        ("port: 9000", "http://127.0.0.1:9000", True),
+        ("port: 9000", "http://localhost:9000/", True),
+        ("host: 10.0.0.1, port: 9000", "http://10.0.0.1:9000", True),
+        ("host: 0.0.0.0, port: 80", "http://127.0.0.1", True),
+        ("port: 9000", "http://127.0.0.1:9001", False),
+        ("port: 9000", "http://10.0.0.1:9000", False),
+        ("port: 443", "https://[::1]", True),
+        ("port: 0", "http://127.0.0.1:9000", False),
+    ],
+)
+def test_a_gateway_is_no_render_server_of_its_own(gateway, url, is_itself):
+    text = f'tiers:\n  mixed:\n  render:\n    servers: ["http://a:1", "{url}"]\ngateway: {{{gateway}}}\n'
+    if not is_itself:
+        assert plan_of(text, cpu()).topology.tiers.render.servers[1] == url
+        return
+    with pytest.raises(TopologyError, match=r"t.yaml:4: tiers.render.servers: http.* is this gateway itself"):
+        plan_of(text, cpu())
 
 
 # the model

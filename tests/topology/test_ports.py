@@ -1,3 +1,4 @@
+import errno
 import socket
 from contextlib import closing
 
@@ -5,7 +6,7 @@ import pytest
 
 from trivet.errors import PortInUseError
 from trivet.topology import ports
-from trivet.topology.ports import PortBook, is_free
+from trivet.topology.ports import PortBook, bind, is_free
 
 HOST = "127.0.0.1"
 
@@ -214,3 +215,58 @@ def test_a_newer_book_that_is_closed_leaves_the_first_as_it_was(book):
     fresh = newer.free(old, HOST)
     newer.close()
     assert (held(old), held(fresh)) == (True, False)
+
+
+# who listens
+
+
+def listener(host: str = HOST, port: int = 0) -> socket.socket:
+    return bind("the server", host, port, another="--port N", hosts="give one of its own")
+
+
+def test_a_port_that_someone_listens_on_is_told_with_what_to_do(busy):
+    with pytest.raises(PortInUseError) as caught:
+        listener(port=busy)
+    assert str(caught.value) == (
+        f"the server cannot listen on {HOST}:{busy}: Address already in use -> stop what uses it, or give another: "
+        "--port N"
+    )
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no such host"])
+def test_an_address_of_another_machine_is_told(host):
+    with pytest.raises(PortInUseError) as caught:
+        listener(host)
+    assert caught.value.problem.startswith("the server")
+    assert host in caught.value.problem
+    assert caught.value.mend == "give one of its own"
+
+
+def test_a_port_that_is_roots_is_told(monkeypatch):
+    class Refusing(socket.socket):
+        def bind(self, _address):
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(ports.socket, "socket", Refusing)
+    with pytest.raises(PortInUseError) as caught:
+        listener(port=80)
+    assert caught.value.mend == "ports below 1024 are root's; give another: --port N"
+
+
+def test_port_0_is_a_free_one():
+    with closing(listener()) as one, closing(listener()) as other:
+        numbers = {one.getsockname()[1], other.getsockname()[1]}
+        assert len(numbers) == 2
+        assert 0 not in numbers
+
+
+def test_a_port_can_be_taken_again_at_once():
+    """Connections of the last service may still be closing."""
+    with closing(listener()) as first:
+        first.listen()
+        address = first.getsockname()
+        client = socket.create_connection(address)
+        accepted, _ = first.accept()
+        accepted.close()  # the side that closes first keeps the port for a while
+        client.close()
+    listener(*address).close()

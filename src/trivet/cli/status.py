@@ -1,4 +1,4 @@
-"""``trivet status``: tiers, engines, state and load of a running service."""
+"""``trivet status``: tiers, engines, render servers, state and load of a running service."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import ssl
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def status(
         None, "--certificate", help="What an https gateway's certificate is checked against; else what is trusted here."
     ),
 ) -> None:
-    """Show tiers, engines, their state and load."""
+    """Show tiers, engines, render servers, their state and load."""
     gateway = url or last_url()
     if gateway is None:
         raise TrivetError("no service runs here", mend="start one with `trivet up`, or give --url")
@@ -61,6 +62,8 @@ def status(
         )
     out.print(f"gateway {gateway}: {facts['generations_running']} generation(s) running")
     out.print(table)
+    if servers := facts.get("render_servers"):
+        _show_render_servers(servers, several_workers="workers" in facts)
     if reload := facts.get("reload"):
         out.print(f"reload {reload['number']}: {reload['state']}: {escape(reload['told'])}", soft_wrap=True)
     for engine in facts["engines"]:
@@ -69,6 +72,23 @@ def status(
         elif engine.get("last_problem"):
             past = f"{engine['name']}: {engine['last_problem']} ({engine['last_problem_at']}; it is over)"
             out.print(escape(past), soft_wrap=True)
+    for server in servers or ():
+        if server.get("problem"):  # written to stand behind its name
+            out.print(escape(f"{server['url']} {server['problem']}"), soft_wrap=True)
+
+
+_SERVER_STYLES = {"up": "green", "new": "yellow", "looking": "yellow"}
+
+
+def _show_render_servers(servers: Sequence[Mapping[str, Any]], *, several_workers: bool) -> None:
+    table = Table(box=None, header_style="bold")
+    table.add_column("render server", overflow="fold")
+    table.add_column("state")
+    table.add_column("running, of one worker" if several_workers else "running", justify="right")
+    for server in servers:
+        style = _SERVER_STYLES.get(server["state"], "red")
+        table.add_row(server["url"], f"[{style}]{server['state']}[/]", str(server["requests_running"]))
+    out.print(table)
 
 
 def _number(value: float | None) -> str:

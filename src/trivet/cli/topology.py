@@ -61,10 +61,26 @@ def show(
         out.print("[bold]render[/]     in the engines (gateway.plane: text)")
     else:
         out.print(f"[bold]render[/]     in the gateway's workers, as vllm serve with: {escape(render)}", soft_wrap=True)
+        _show_render_servers(plan, path)
     for engine in plan.engines:
         _show_engine(engine)
     for note in plan.notes:
         out.print(f"\n[yellow]note:[/] {escape(note)}", soft_wrap=True)
+
+
+def _show_render_servers(plan: Plan, path: Path | None) -> None:
+    tier = plan.topology.tiers.render
+    if not tier.servers:
+        return
+    otherwise = "rendered in the workers" if tier.fallback == "local" else "refused (503)"
+    for line in (
+        f"token ids of prompts from {', '.join(tier.servers)}",
+        f"{tier.running} request(s) at once at each, {tier.queued} wait for {tier.queue_s:g} s at most, each takes "
+        f"{tier.timeout_s:g} s at most; else {otherwise}",
+        f"start one with: {'' if path is None else f'trivet render {shlex.quote(str(path))}, or '}"
+        f"{shlex.join(plan.render_command())}",
+    ):
+        out.print(f"           {escape(line)}", soft_wrap=True)
 
 
 def _show_engine(engine: EnginePlan) -> None:
@@ -93,12 +109,20 @@ def _show_engine(engine: EnginePlan) -> None:
     out.print(f"  {escape(engine.shell_line())}", soft_wrap=True)
 
 
+def _render_servers(plan: Plan) -> dict[str, object] | None:
+    tier = plan.topology.tiers.render
+    if not tier.servers:
+        return None
+    return {**tier.model_dump(exclude={"flags", "env", "api_key"}), "command": plan.render_command()}
+
+
 def _facts(plan: Plan) -> dict[str, object]:
     return {
         "model": plan.model,
         "served_names": list(plan.served_names),
         "connector": plan.connector.name if plan.connector else None,
         "render_flags": list(plan.render_flags),
+        "render_servers": _render_servers(plan),
         "gateway": plan.topology.gateway.model_dump(exclude={"api_keys"}),
         "notes": list(plan.notes),
         "engines": [

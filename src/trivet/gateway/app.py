@@ -20,7 +20,7 @@ import orjson
 from trivet.fleet import probe
 from trivet.gateway.admission import Admission
 from trivet.gateway.metrics import GatewayMetrics, Gauges
-from trivet.gateway.readiness import why_not_ready
+from trivet.gateway.readiness import RenderServers, remarks, why_not_ready
 from trivet.gateway.siblings import Records, listed
 from trivet.gateway.spans import Tracing
 from trivet.journal import Journal, RequestRecord, current_request, now_s
@@ -137,6 +137,7 @@ class GatewayApp:
         stopping: Callable[[], bool] = lambda: False,
         answered: Callable[[RequestRecord], None] = lambda _: None,
         tracing: Tracing | None = None,
+        render_servers: RenderServers | None = None,
     ) -> None:
         """
         Args:
@@ -150,6 +151,7 @@ class GatewayApp:
             stopping: whether this worker has been told to stop: it still serves, and is not ready any more.
             answered: called with the record of each generating request that has its answer; see ``Endings``.
             tracing: makes spans of these requests.
+            render_servers: those that ``frontend`` takes token ids from, for ``/ready`` and ``/trivet/status``.
         """
         self._frontend = frontend
         self._engines = engines
@@ -165,6 +167,7 @@ class GatewayApp:
         self._stopping = stopping
         self._answered = answered
         self._tracing = tracing
+        self._render_servers = render_servers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one ASGI connection."""
@@ -233,9 +236,11 @@ class GatewayApp:
         if path == "/health":
             await answer(send, 200, b"", b"text/plain")
         elif path == "/ready":
-            why_not = "the gateway is stopping" if self._stopping() else why_not_ready(self._engines)
+            why_not = (
+                "the gateway is stopping" if self._stopping() else why_not_ready(self._engines, self._render_servers)
+            )
             if why_not is None:
-                await answer(send, 200, b"", b"text/plain")
+                await answer(send, 200, remarks(self._render_servers).encode(), b"text/plain; charset=utf-8")
             else:
                 await answer_error(send, 503, why_not)
         elif path == "/metrics":
@@ -288,6 +293,8 @@ class GatewayApp:
                 facts["load"] = {"running": load.running, "waiting": load.waiting, "kv_usage": load.kv_usage}
             engines.append(facts)
         facts = {**status, "engines": engines, "generations_running": self.gauges().generations}
+        if self._render_servers is not None:
+            facts["render_servers"] = self._render_servers.facts()
         return facts if self._engines.board.workers == 1 else {**facts, "workers": self._workers()}
 
     def _workers(self) -> list[dict[str, Any]]:

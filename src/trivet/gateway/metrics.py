@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
@@ -94,6 +94,156 @@ class _Now(Collector):
             yield live
 
 
+class RenderMetrics:
+    """What a worker counts of its render servers (``render.pool.Tally``).
+
+    Gauges are kept in the files that all workers write, as the others are: those of a worker that ended leave no load
+    behind (``mark_process_dead``).
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._asked = Counter(
+            "trivet_render_server_requests",
+            "Requests that render servers were given, by how they answered",
+            ["server", "outcome"],
+            registry=registry,
+        )
+        self._seconds = Histogram(
+            "trivet_render_server_seconds",
+            "A render server's answer, of requests that it rendered",
+            ["server"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._local = Counter(
+            "trivet_render_local",
+            "Requests rendered in the gateway's workers though there are render servers",
+            ["reason"],
+            registry=registry,
+        )
+        self._refused = Counter(
+            "trivet_render_refused", "Requests refused as no render server took them", ["reason"], registry=registry
+        )
+        self._running = Gauge(
+            "trivet_render_server_running",
+            "Requests at a render server",
+            ["server"],
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+        self._waiting = Gauge(
+            "trivet_render_waiting",
+            "Requests that wait for a render server",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+        self._up = Gauge(
+            "trivet_render_server_up",
+            "1 if all workers use the render server",
+            ["server"],
+            registry=registry,
+            multiprocess_mode="livemin",
+        )
+
+    def asked(self, server: str, outcome: str, seconds: float) -> None:
+        """A server was asked."""
+        self._asked.labels(server, outcome).inc()
+        if outcome == "ok":
+            self._seconds.labels(server).observe(seconds)
+
+    def local(self, reason: str) -> None:
+        """A request is rendered here."""
+        self._local.labels(reason).inc()
+
+    def refused(self, reason: str) -> None:
+        """A request is refused, as no server takes it."""
+        self._refused.labels(reason).inc()
+
+    def running(self, server: str, requests: int) -> None:
+        """So many requests of this worker are at a server."""
+        self._running.labels(server).set(requests)
+
+    def waiting(self, requests: int) -> None:
+        """So many wait for one."""
+        self._waiting.set(requests)
+
+    def used(self, server: str, is_used: bool) -> None:
+        """A server is used from now on, or no more."""
+        self._up.labels(server).set(is_used)
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """What a worker renders with, and how that has gone since its start."""
+
+    tokenizer: str
+    """What makes token ids of text now; ``vllm`` where that is left to vLLM."""
+    characters: int = 0
+    """Of segments that were looked for among those that came before."""
+    found_characters: int = 0
+    """Those of them that were there."""
+    cache_bytes: int = 0
+    """What those that are kept weigh."""
+    derender_hits: int = 0
+    """Chunks of derendered streams that went on from what the last had left."""
+    derender_replays: int = 0
+    """Chunks for which a stream was parsed anew from its beginning."""
+
+
+class RenderedMetrics:
+    """What is counted where prompts are rendered, brought into the files that all workers write (``look``)."""
+
+    def __init__(self, registry: CollectorRegistry, now: Callable[[], Rendered]) -> None:
+        """
+        Args:
+            now: what has come of it so far; numbers never fall, but for the cache's bytes.
+        """
+        self._now = now
+        self._counted = Rendered("")
+        self._tokenizers: set[str] = set()
+        self._characters = Counter(
+            "trivet_render_characters",
+            "Characters of prompts, by whether the token ids of their segment were kept from an earlier prompt",
+            ["found"],
+            registry=registry,
+        )
+        self._cache = Gauge(
+            "trivet_render_cache_bytes",
+            "Memory of token ids of segments that came before",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+        self._tokenizer = Gauge(
+            "trivet_render_tokenizer",
+            "Workers whose prompts are tokenized by it",
+            ["name"],
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+        self._hits = Counter(
+            "trivet_derender_hits", "Chunks of derendered streams that found their parser", registry=registry
+        )
+        self._replays = Counter(
+            "trivet_derender_replays",
+            "Chunks of derendered streams before which all earlier ones were parsed again",
+            registry=registry,
+        )
+
+    def look(self) -> None:
+        """Counts what has been done since the last look."""
+        now, before = self._now(), self._counted
+        self._counted = now
+        missed, missed_before = (one.characters - one.found_characters for one in (now, before))
+        self._characters.labels("yes").inc(now.found_characters - before.found_characters)
+        self._characters.labels("no").inc(missed - missed_before)
+        self._hits.inc(now.derender_hits - before.derender_hits)
+        self._replays.inc(now.derender_replays - before.derender_replays)
+        self._cache.set(now.cache_bytes)
+        self._tokenizers.add(now.tokenizer)
+        for name in self._tokenizers:
+            self._tokenizer.labels(name).set(name == now.tokenizer)
+
+
 @dataclass(frozen=True, slots=True)
 class Gauges:
     """What is under way now, in all workers."""
@@ -108,15 +258,18 @@ class Gauges:
 class GatewayMetrics:
     """The counters of one worker. With several workers ``text`` sums them (prometheus-client's multiprocess mode)."""
 
-    def __init__(self, held: Held | None = None) -> None:
+    def __init__(self, held: Held | None = None, *, has_render_servers: bool = False) -> None:
         """
         Args:
             held: what engines tell of their caches, where they do.
+            has_render_servers: prompts are rendered elsewhere, of which ``of_render_servers`` counts.
         """
         self._held = held
         self.gone: Mapping[str, float] = {}
         """Engines that have left for good, and when, on the monotonic clock."""
         self.registry = registry = CollectorRegistry()
+        self.of_render_servers = RenderMetrics(registry) if has_render_servers else None
+        self._rendered: RenderedMetrics | None = None
         self.requests = Counter("trivet_requests", "HTTP requests answered", ["path", "status"], registry=registry)
         self.generations = Counter("trivet_generations", "Generations ended", ["served", "outcome"], registry=registry)
         self.tokens = Counter("trivet_tokens", "Tokens of ended generations", ["kind"], registry=registry)
@@ -185,6 +338,20 @@ class GatewayMetrics:
             registry=registry,
         )
 
+    def count_rendering(self, now: Callable[[], Rendered]) -> None:
+        """Counts from now on what a worker renders, where it does.
+
+        Args:
+            now: what has come of it so far.
+        """
+        self._rendered = RenderedMetrics(self.registry, now)
+        self.look()
+
+    def look(self) -> None:
+        """Counts what is kept up elsewhere. Of other workers ``text`` tells what they saw at their last look."""
+        if self._rendered is not None:
+            self._rendered.look()
+
     def ended(self, record: GenerationRecord, owner: RequestRecord | None) -> None:
         """Counts a generation that ended."""
         served = "split" if record.split else "colocated"
@@ -218,6 +385,7 @@ class GatewayMetrics:
 
     def text(self, engines: Engines, gauges: Gauges) -> bytes:
         """The exposition text; its counters are of all workers where there are several."""
+        self.look()
         shown = CollectorRegistry()
         counted = _OfAllWorkers() if "PROMETHEUS_MULTIPROC_DIR" in os.environ else self.registry
         latest_s = time.monotonic() - _LAST_LOOK_S

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 from trivet.routing.choose import choose
 from trivet.routing.engines import Engines
 
 
-def why_not_ready(engines: Engines) -> str | None:
+class RenderServers(Protocol):
+    """The servers that render for a worker (``render.pool.Pool``)."""
+
+    def why_not_ready(self) -> str | None:
+        """What keeps every request from being rendered, in words for a person; None if one could be."""
+
+    def remarks(self) -> str:
+        """The servers that are not used, each with the reason; empty if all are."""
+
+    def facts(self) -> list[dict[str, Any]]:
+        """The servers as plain JSON values."""
+
+
+def why_not_ready(engines: Engines, render_servers: RenderServers | None = None) -> str | None:
     """What keeps every request from being served, in words for a person; None if a request could be served.
 
     A mixed engine serves, and so does a pair of a prefill and a decode engine. A decode engine alone does where the
-    connector lets one compute prompts (``Connector.decode_serves_whole``).
+    connector lets one compute prompts (``Connector.decode_serves_whole``). Render servers are needed only where
+    requests that none takes are refused.
     """
-    if choose(engines, colocate=None) is not None:
-        return None
-    return f"no engine is ready to serve: {_missing(engines)}"
+    if choose(engines, colocate=None) is None:
+        return f"no engine is ready to serve: {_missing(engines)}"
+    return None if render_servers is None else render_servers.why_not_ready()
+
+
+def remarks(render_servers: RenderServers | None) -> str:
+    """What is amiss though requests are served, in words for a person; empty if nothing is."""
+    told = "" if render_servers is None else render_servers.remarks()
+    return f"render servers that are not used: {told}\n" if told else ""
 
 
 def _missing(engines: Engines) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import errno
 import json
 import os
 import signal
@@ -21,7 +20,7 @@ from typing import Any, BinaryIO
 import orjson
 from prometheus_client.multiprocess import mark_process_dead
 
-from trivet.errors import EngineFailedError, PortInUseError, TopologyError, TrivetError
+from trivet.errors import EngineFailedError, TopologyError, TrivetError
 from trivet.fleet.process import how_it_ended, tail
 from trivet.fleet.supervisor import EngineStatus, Fleet, State
 from trivet.gateway.reload import Reload, ReloadFailedError, Steps
@@ -38,11 +37,13 @@ from trivet.surface.cors import CorsRules
 from trivet.topology.change import check_same_service, compare
 from trivet.topology.model import flag_names
 from trivet.topology.plan import MOST_ENGINES, Plan
+from trivet.topology.ports import bind
 
 _BACKOFF_S = 1.0
 _DRAIN_POLL_S = 0.05
 _LIFE_S = 5.0
 """Between signs of life of a reload that goes on."""
+_ANOTHER_PORT = "--port N, or gateway.port in the topology (0: a free one)"
 _HOSTS = "gateway.host: 127.0.0.1 for this machine only, 0.0.0.0 for others too, or an address of this machine"
 _LAST_WORDS_S = 1.0
 _REGIONS: Mapping[str, int] = {REGION: TABLE_BYTES, HELD_REGION: HELD_BYTES}
@@ -77,7 +78,8 @@ class Service:
         """Whether who observes has raised; it is still told."""
         self._tls = tls_files(plan.topology)
         self._fleet = Fleet(plan, run_dir, self._engine_changed)
-        self._socket = _bind(plan.topology.gateway.host, plan.topology.gateway.port)
+        host, port = plan.topology.gateway.host, plan.topology.gateway.port
+        self._socket = bind("the gateway", host, port, another=_ANOTHER_PORT, hosts=_HOSTS)
         self._address: tuple[str, int] = self._socket.getsockname()[:2]
         self._workers: list[_Worker] = []
         # twice as many slots as engines: those that left keep theirs until their last leg has ended
@@ -446,6 +448,9 @@ class _Worker:
             cors=CorsRules(**gateway.cors.model_dump()),
             log_fd=log_fd,
             shared=self._shared.config(self._number) if self._shared else None,
+            cache_mib=self._plan.topology.tiers.render.cache_mib,
+            fast_tokenizer=self._plan.topology.tiers.render.fast_tokenizer,
+            render_servers=tier if (tier := self._plan.topology.tiers.render).servers else None,
         )
         assert process.stdin is not None
         process.stdin.write(config.dump() + b"\n" + self._state_line())
@@ -520,27 +525,6 @@ async def _read_line(descriptor: int) -> Mapping[str, Any]:
         return dict(json.loads(line)) if line else {}
     finally:
         transport.close()
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """The gateway's socket, bound before anything is started so that a taken port is known first."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    except OSError as error:
-        raise PortInUseError(f"gateway.host: {host}: {error.strerror or error}", mend=_HOSTS) from None
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        another = "--port N, or gateway.port in the topology (0: a free one)"
-        mends = {errno.EADDRNOTAVAIL: _HOSTS, errno.EACCES: f"ports below 1024 are root's; give another: {another}"}
-        raise PortInUseError(
-            f"the gateway cannot listen on {host}:{port}: {error.strerror}",
-            mend=mends.get(error.errno or 0, f"stop what uses it, or give another: {another}"),
-        ) from None
-    return listener
 
 
 def _first_fault(error: BaseException) -> TrivetError | None:

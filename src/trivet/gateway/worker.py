@@ -17,9 +17,9 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import uvicorn
@@ -32,18 +32,19 @@ from trivet.gateway.admission import Admission, SharedAdmission
 from trivet.gateway.app import GENERATING, GatewayApp, Rules
 from trivet.gateway.endings import Endings
 from trivet.gateway.logs import tell_request, write_json, write_text
-from trivet.gateway.metrics import GatewayMetrics
+from trivet.gateway.metrics import GatewayMetrics, Rendered
 from trivet.gateway.server import GatewayProtocol
 from trivet.gateway.shared import Bells, SharedConfig
 from trivet.gateway.siblings import Records
 from trivet.gateway.spans import Tracing, open_tracing
 from trivet.gateway.text import TextApp
 from trivet.gateway.tls import TlsFiles
-from trivet.journal import Journal
+from trivet.journal import Journal, current_request, now_s
 from trivet.legs.ending import end
 from trivet.legs.life import Legs
 from trivet.legs.watch import Patience
 from trivet.legs.wire import open_session
+from trivet.render.pool import Pool, PoolRules
 from trivet.routing.board import BEAT_S, Board
 from trivet.routing.choose import Knowledge
 from trivet.routing.engines import Engines, EngineView
@@ -52,11 +53,16 @@ from trivet.routing.policy import Policy
 from trivet.routing.prefixes import REGION, PrefixTable
 from trivet.surface.cors import Cors, CorsRules
 from trivet.surface.http import ASGIApp
-from trivet.topology.model import Limits, Split
+from trivet.topology.model import Limits, RenderTier, Split
+
+if TYPE_CHECKING:
+    from trivet.render.frontend import Frontend
 
 logger = logging.getLogger(__name__)
 
 _LINE_LIMIT_BYTES = 16 * 2**20
+_SWITCH_S = 0.0005
+"""How long a thread that renders may keep the event loop waiting for Python's lock; 5 ms unless set."""
 _YOUNG_OBJECTS = 10_000
 """So many more objects than before are looked through for garbage: a few MiB."""
 
@@ -102,12 +108,21 @@ class WorkerConfig:
     """What the model is called where engines tell what their prefix caches hold; None if they do not."""
     shared: SharedConfig | None = None
     """What it shares with its siblings; None where it has none and counts by itself."""
+    render_servers: RenderTier | None = None
+    """Where prompts are rendered; None if this worker renders them itself."""
+    cache_mib: int = 64
+    """For token ids of text that came before."""
+    fast_tokenizer: str = "auto"
+    """See ``RenderTier``."""
 
     def dump(self) -> bytes:
         """As one line of JSON."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         whole = {name: None if (one := getattr(self, name)) is None else asdict(one) for name in _NESTED}
-        return orjson.dumps(values | {"limits": self.limits.model_dump(), "split": self._split()} | whole)
+        tier = self.render_servers
+        servers = None if tier is None else tier.model_dump(exclude={"flags", "env", "cache_mib", "fast_tokenizer"})
+        own = {"limits": self.limits.model_dump(), "split": self._split(), "render_servers": servers}
+        return orjson.dumps(values | own | whole)
 
     def _split(self) -> dict[str, Any]:
         """Only what is set: with other modes than auto, thresholds mean nothing."""
@@ -124,6 +139,8 @@ class WorkerConfig:
         if (shared := value.get("shared")) is not None:
             value["shared"] = SharedConfig(**{**shared, "bell_fds": tuple(shared["bell_fds"])})
         value["tls"] = None if value.get("tls") is None else TlsFiles(**value["tls"])
+        if (servers := value.get("render_servers")) is not None:
+            value["render_servers"] = RenderTier(**servers)
         value["cors"] = CorsRules(**{name: _tuples(one) for name, one in value["cors"].items()})
         return cls(**value)
 
@@ -147,26 +164,77 @@ def _keeps_responses(config: WorkerConfig, board: Board) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def _open_plane(config: WorkerConfig, engines: Engines, legs: Legs) -> AsyncIterator[ASGIApp]:
-    """The application under the gateway's own: vLLM's front end, or the engines' by HTTP."""
+async def _open_plane(
+    config: WorkerConfig, engines: Engines, legs: Legs, metrics: GatewayMetrics
+) -> AsyncIterator[tuple[ASGIApp, Pool | None]]:
+    """The application under the gateway's own: vLLM's front end, or the engines' by HTTP. And the render servers."""
     if config.plane == "text":
-        yield TextApp(engines, legs, GENERATING)
+        yield TextApp(engines, legs, GENERATING), None
         return
     from trivet.render.frontend import open_frontend
+    from trivet.render.tokenizing import settings_of
 
+    sys.setswitchinterval(_SWITCH_S)
     flags = list(config.flags)
     if config.api_keys:
         flags += ["--api-key", *config.api_keys]
     if config.log_format == "json":
         write_json(config.log_fd)  # vLLM is loaded now
-    async with open_frontend(flags, legs) as frontend:
+    tokenizing = settings_of(config.cache_mib, config.fast_tokenizer)
+    async with open_frontend(flags, legs, tokenizing) as frontend:
         if config.log_format == "json":
             write_json(config.log_fd)
-        yield frontend.app
+        metrics.count_rendering(lambda: _rendered(frontend))
+        if config.render_servers is None:
+            yield frontend.app, None
+            return
+        from trivet.render.remote import open_remote
+
+        rules = _pool_rules(config.render_servers, engines.board.workers)
+        async with open_remote(
+            frontend, rules, api_keys=config.api_keys, left_s=_left_s, tally=metrics.of_render_servers
+        ) as remote:
+            yield remote, remote.pool
+
+
+def _rendered(frontend: Frontend) -> Rendered:
+    """What a front end has rendered so far, and with what."""
+    prompts, linear = frontend.prompts, getattr(getattr(frontend.app, "state", None), "linear_derender", None)
+    if prompts is None:
+        rendered = Rendered("vllm")
+    else:
+        fast, figures = prompts.fast, prompts.figures
+        rendered = Rendered("tokenizers" if fast is None or fast.distrust else fast.name)
+        if figures is not None:
+            asked, found = figures.asked_characters, figures.found_characters
+            rendered = replace(rendered, characters=asked, found_characters=found, cache_bytes=figures.bytes)
+    if linear is not None:
+        rendered = replace(rendered, derender_hits=linear.hits, derender_replays=linear.replays)
+    return rendered
+
+
+def _pool_rules(tier: RenderTier, workers: int) -> PoolRules:
+    """A worker's share of what the topology allows, rounded up."""
+    return PoolRules(
+        servers=tuple(tier.servers),
+        running=-(-tier.running // workers),
+        queued=-(-tier.queued // workers),
+        queue_s=tier.queue_s,
+        timeout_s=tier.timeout_s,
+        refuses=tier.fallback == "refuse",
+        local_below_bytes=tier.local_below_bytes,
+        api_key=tier.api_key,
+    )
+
+
+def _left_s() -> float | None:
+    """How long the request at hand may still take, in seconds; None for ever."""
+    record = current_request.get()
+    return None if record is None or record.deadline_s is None else max(0.0, record.deadline_s - now_s())
 
 
 @contextlib.asynccontextmanager
-async def _beating(config: WorkerConfig, board: Board) -> AsyncIterator[Admission]:
+async def _beating(config: WorkerConfig, board: Board, metrics: GatewayMetrics) -> AsyncIterator[Admission]:
     """Admission to what all workers serve, and this worker's heart while the block runs."""
     limits, shared = config.limits, config.shared
     if shared is None or board.workers == 1:
@@ -180,6 +248,7 @@ async def _beating(config: WorkerConfig, board: Board) -> AsyncIterator[Admissio
         while True:
             await asyncio.sleep(BEAT_S)
             board.beat()
+            metrics.look()  # a sibling may be asked for them
             admission.look()  # a sibling that hangs is passed over from some moment on, of which nobody tells
 
     beating = asyncio.create_task(beat())
@@ -233,7 +302,8 @@ async def _serve(config: WorkerConfig, news: asyncio.StreamReader) -> None:
         board=Board.open(config.shared.board_fd, config.shared.worker) if config.shared else None,
     )
     knowledge = _knowledge(config, engines.board)
-    metrics, journal = GatewayMetrics(knowledge.held), Journal()
+    metrics = GatewayMetrics(knowledge.held, has_render_servers=config.render_servers is not None)
+    journal = Journal()
     tracing = _tracing(config)
     listeners = [tell_request] if config.log_format == "json" else []
     endings = Endings(metrics, *listeners, *([tracing.end] if tracing is not None else []))
@@ -251,8 +321,8 @@ async def _serve(config: WorkerConfig, news: asyncio.StreamReader) -> None:
             knowledge,
         )
         async with (
-            _open_plane(config, engines, legs) as plane,
-            _beating(config, engines.board) as admission,
+            _open_plane(config, engines, legs, metrics) as (plane, render_servers),
+            _beating(config, engines.board, metrics) as admission,
             records.open_to_siblings(),
             _hearing(config, knowledge, engines.board) as heard,
         ):
@@ -273,6 +343,7 @@ async def _serve(config: WorkerConfig, news: asyncio.StreamReader) -> None:
                 stopping=lambda: server.should_exit,
                 answered=endings.request,
                 tracing=tracing,
+                render_servers=render_servers,
             )
             server = uvicorn.Server(
                 uvicorn.Config(

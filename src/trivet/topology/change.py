@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from trivet.errors import TopologyError
-from trivet.topology.model import Gateway, Model, flag_names
+from trivet.topology.model import Gateway, Model, RenderTier, flag_names
 from trivet.topology.plan import SHAPES_OF_KV, EnginePlan, Plan
 
 _RESTART = "put it back, or stop the service and start it anew"
@@ -137,7 +137,8 @@ def check_same_service(started: Plan, wanted: Plan) -> None:
             )
         _refuse(started.connector.name != wanted.connector.name, wanted, "kv", "connector")
         _refuse(was.kv.options != now.kv.options, wanted, "kv", "options")
-    _refuse(was.tiers.render != now.tiers.render, wanted, "tiers", "render")
+    for name in RenderTier.model_fields:
+        _refuse(getattr(was.tiers.render, name) != getattr(now.tiers.render, name), wanted, "tiers", "render", name)
     _refuse(was.kv_events != now.kv_events, wanted, "kv_events")
     for name in SHAPES_OF_KV:
         values = _shape(started, name), _shape(wanted, name)

@@ -339,13 +339,93 @@ class Tier(_EngineFields):
 
 
 class RenderTier(_Strict):
-    """The CPU tier. It runs inside the gateway's workers."""
+    """The CPU tier. It runs inside the gateway's workers, which may have servers make the token ids of prompts."""
 
     flags: Flags = Field(
         default_factory=list,
         description="vLLM front-end flags: --chat-template, --tool-call-parser, --enable-auto-tool-choice ...",
     )
     env: Environment = Field(default_factory=dict, description="environment of the gateway's workers")
+    cache_mib: int = Field(
+        64,
+        ge=0,
+        le=2**20,
+        strict=True,
+        description="memory of each worker for token ids of text that came before, so that a conversation's next turn "
+        "has only its new text tokenized; 64 MiB hold some 1.5 million tokens",
+    )
+    fast_tokenizer: Literal["auto", "off", "fastokens", "gigatoken", "kitoken"] = Field(
+        "auto",
+        description="auto: the fastest that is installed and is shown, at start, to give the reference's ids; a name: "
+        "that one if it does",
+    )
+    servers: list[str] = Field(
+        default_factory=list,
+        max_length=64,
+        description="URLs of render servers (`vllm launch render`, `trivet render`) that make token ids of prompts; "
+        "none, as a worker renders itself",
+    )
+    running: int = Field(
+        16,
+        ge=1,
+        le=10**6,
+        strict=True,
+        description="requests at one server at once, of all workers together: it renders one after the other, so more "
+        "would only wait there, where none can go to another server",
+    )
+    queued: int = Field(
+        64, ge=0, le=10**6, strict=True, description="requests that may wait for a server; the next one falls back"
+    )
+    queue_s: float = Field(
+        2.0,
+        gt=0,
+        le=3600,
+        strict=True,
+        description="longest wait for a server, then it falls back: to render a long prompt here takes a tenth of that",
+    )
+    timeout_s: float = Field(
+        10.0,
+        gt=0,
+        le=3600,
+        strict=True,
+        description="longest that a server may take for one request; one that takes longer counts as hung",
+    )
+    fallback: Literal["local", "refuse"] = Field(
+        "local",
+        description="a request that no server takes: local renders it in the worker, which can; refuse answers 503, "
+        "for workers that have no CPU to spare",
+    )
+    local_below_bytes: int = Field(
+        0,
+        ge=0,
+        strict=True,
+        description="requests with smaller bodies are rendered in the worker, where that takes less than the way to a "
+        "server; none, as it depends on both",
+    )
+    api_key: str | None = Field(
+        None, min_length=1, description="what the servers want as a bearer token; clients' keys never go there"
+    )
+
+    @field_validator("servers")
+    @classmethod
+    def _can_be_asked(cls, value: list[str]) -> list[str]:
+        for url in value:
+            if not (re.fullmatch(r"https?://[^/\s?#@]+(/[^\s?#]*)?", url) and names_a_host(url)):
+                raise ValueError(f"{url!r} is no render server: write http://host:port, with a port from 1 to 65535")
+        urls = [url.rstrip("/") for url in value]
+        if len(set(urls)) != len(urls):
+            raise ValueError("the same server is named twice")
+        return urls
+
+    @model_validator(mode="after")
+    def _limits_are_for_servers(self) -> RenderTier:
+        idle = sorted(self.model_fields_set & _OF_RENDER_SERVERS)
+        if idle and not self.servers:
+            raise ValueError(f"without servers, {', '.join(idle)} means nothing: name servers, or leave it out")
+        return self
+
+
+_OF_RENDER_SERVERS = frozenset(RenderTier.model_fields) - {"flags", "env", "cache_mib", "fast_tokenizer", "servers"}
 
 
 class Tiers(_Strict):
@@ -542,10 +622,14 @@ class Topology(_Strict):
     )
 
     @model_validator(mode="after")
-    def _events_can_be_used(self) -> Topology:
+    def _fits_its_plane(self) -> Topology:
         if self.kv_events and self.gateway.plane == "text":
             raise ValueError(
                 "kv_events needs gateway.plane: tokens; on the text plane the gateway knows no token ids to compare"
+            )
+        if self.tiers.render.servers and self.gateway.plane == "text":
+            raise ValueError(
+                "tiers.render.servers needs gateway.plane: tokens; on the text plane the engines render by themselves"
             )
         if not self.kv_events:
             for tier in TIERS:

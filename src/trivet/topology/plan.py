@@ -134,6 +134,13 @@ class Plan:
     notes: tuple[str, ...] = ()
     """What a person should know before starting it."""
 
+    def render_command(self) -> list[str]:
+        """The command of a render server that makes the token ids of the gateway's workers; without its address.
+
+        ``vllm launch render`` takes the flags of ``vllm serve``.
+        """
+        return ["vllm", "launch", "render", *self.render_flags]
+
     def engine(self, name: str) -> EnginePlan:
         """The engine of that name.
 
@@ -242,6 +249,7 @@ class _Planner:
             self._check_reach(merged)
         self._check_packages({one.device for one in engines if one.started_by == "trivet"})
         self._check_listening()
+        self._check_render_servers()
         return Plan(
             topology=self._topology,
             model=self._model,
@@ -476,6 +484,19 @@ class _Planner:
                     raise MissingPackageError(
                         f"kv_events needs the package {name}", mend=f"pip install {name}, or leave kv_events out"
                     )
+
+    def _check_render_servers(self) -> None:
+        """The gateway cannot ask itself: each request would hold two of its workers, and the second does the work."""
+        gateway = self._topology.gateway
+        for number, url in enumerate(self._topology.tiers.render.servers):
+            parts = urlsplit(url)
+            host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+            if port == gateway.port and (host == gateway.host or _is_loopback(host)):
+                raise TopologyError(
+                    f"{self._topology.where('tiers', 'render', 'servers', number)}: tiers.render.servers: {url} is "
+                    "this gateway itself",
+                    mend="name render servers (vllm launch render), or leave servers out: its workers render anyway",
+                )
 
     def _common_settings(self, entry: _Entry, bind: str, port: int, memory: float | None) -> Iterator[Setting]:
         model = self._topology.model
@@ -831,8 +852,9 @@ class _Planner:
         length = next((one.effective("max-model-len") for one in engines if one.effective("max-model-len")), None)
         if length is not None:  # the same for all
             yield from ("--max-model-len", length)
-        # What the frontend checks and never computes with; bfloat16 would warn about CPUs without AMX.
-        yield from ("--dtype", model.dtype or "auto")
+        # The engines' own: pixels are rounded to it. Text has nothing of it.
+        dtype = next((one.effective("dtype") for one in engines if one.effective("dtype")), None)
+        yield from ("--dtype", model.dtype or dtype or "auto")
         yield from ("--enable-scale-out", "--disable-log-stats", "--disable-uvicorn-access-log")
         yield from self._topology.flags
         yield from self._topology.tiers.render.flags

@@ -23,6 +23,9 @@ tiers:
   render:                     # chat templates, tokenizing, detokenizing, tool and reasoning parsers: on CPU
     # flags: {tool-call-parser: hermes, enable-auto-tool-choice: true}
     # env: {}                 # of the gateway's workers
+    # cache_mib: 64           # of each worker, for token ids of text that came before
+    # fast_tokenizer: auto    # off: the reference, tokenizers, alone
+    # servers: ["http://127.0.0.1:9000"]  # `trivet render FILE`: make token ids of prompts in the workers' place
   prefill:
     replicas: 1
     # device: cuda            # cpu, cuda or sim (simulated); else what the installed vLLM is built for
