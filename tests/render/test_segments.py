@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from trivet.render.segments import Rules, SegmentCache, Unsuitable
+from trivet.render.segments import Rules, SegmentCache, Unsuitable, _any_of
 
 LETTERS = [*"abcdefghijklmnopqrstuvwxyz 0123456789<>/|\n▁TM[]\t\x0b", "ab", "abc"]
 
@@ -225,3 +228,33 @@ def test_many_threads_get_the_references_ids():
         one.join()
     assert not wrong
     assert cache.figures.bytes <= 4000
+
+
+@given(
+    tokens=st.sets(st.text(alphabet="ab<|>.*\n", min_size=1, max_size=5), min_size=1, max_size=8),
+    text=st.text(alphabet="ab<|>.*\nx", max_size=40),
+)
+@settings(deadline=None)
+def test_what_is_found_is_the_leftmost_and_of_those_the_longest(tokens, text):
+    alternation = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
+    found = [(one.start(), one[0]) for one in re.finditer(_any_of(tokens), text)]
+    assert found == [(one.start(), one[0]) for one in alternation.finditer(text)]
+
+
+def test_thousands_of_tokens_are_no_way_to_stop_the_service():
+    """Counted in steps, not in time: a text of beginnings is looked at once, whatever the number of tokens."""
+    tokens = [f"<unused{number}>" for number in range(6400)]
+    definition = {
+        "model": {"type": "BPE"},
+        "added_tokens": [
+            {"id": number, "content": one, "normalized": False, "lstrip": False, "rstrip": False, "single_word": False}
+            for number, one in enumerate(tokens)
+        ],
+    }
+    rules = Rules(json.dumps(definition))
+    assert len(rules._cuts.pattern) < sum(map(len, tokens)) / 2, "common beginnings are written once"
+    assert rules.cut("<unused6399><unused64000><unus" + "<" * 50) == [
+        "",
+        "<unused6399>",
+        "<unused64000><unus" + "<" * 50,
+    ]

@@ -16,7 +16,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,17 +75,24 @@ class Rules:
             else:
                 plain[content] = int(token["id"])
         every = (*plain, *odd)
-        marks = [one for one in plain if not any(other != one and other.startswith(one) for other in every)]
-        if not marks:
+        by_length = sorted(plain, key=len)
+        marks = (one for one in by_length if not any(other != one and other.startswith(one) for other in every))
+        first: str | None = None
+        joint: str | None = None
+        for one in marks:  # hundreds of tokens are compared with thousands, unless the first will do
+            first = first or one
+            if not any(_ends_in(other, one) for other in every):
+                joint = one
+                break
+        if first is None:
             raise Unsuitable("it has no token at which a text can be cut")
-        joints = [one for one in marks if not any(_ends_in(other, one) for other in every)]
-        self._cuts = re.compile(f"({_longest_first(plain)})")
-        self._odd = re.compile(_longest_first(odd)) if odd else None
+        self._cuts = re.compile(f"({_any_of(plain)})")
+        self._odd = re.compile(_any_of(odd)) if odd else None
         self.ids: Mapping[str, int] = plain
         """Ids of the tokens at which texts are cut, by their text."""
-        self.mark = min(joints or marks, key=len)
+        self.mark = joint or first
         """One of them, which is no beginning of another: segments are tokenized behind it."""
-        self.joins = bool(joints)
+        self.joins = joint is not None
         """Whether a segment before it ends where it begins, whatever the segment is: it can stand between two."""
 
     def cut(self, text: str) -> list[str] | None:
@@ -102,9 +109,37 @@ def _ends_in(token: str, mark: str) -> bool:
     return any(token[-length:] == mark[:length] for length in range(1, min(len(token), len(mark) + 1)))
 
 
-def _longest_first(contents: Sequence[str] | Mapping[str, int]) -> str:
-    """An expression that finds what the library's search does (``MatchKind::LeftmostLongest``)."""
-    return "|".join(map(re.escape, sorted(contents, key=len, reverse=True)))
+_Node = dict[str, "_Node"]
+
+
+def _any_of(contents: Iterable[str]) -> str:
+    """An expression that finds what the library's search does (``MatchKind::LeftmostLongest``).
+
+    Written as a tree of common beginnings: with an alternation of 6,400 tokens, a text full of ``<`` takes a second.
+    """
+    root: _Node = {}
+    for content in contents:
+        node = root
+        for letter in content:
+            node = node.setdefault(letter, {})
+        node[""] = {}  # one ends here
+    return _expression(root)
+
+
+def _expression(node: _Node) -> str:
+    branches = []
+    for letter, behind in node.items():
+        if not letter:
+            continue
+        written = re.escape(letter)
+        while len(behind) == 1 and "" not in behind:  # no fork, no group
+            ((letter, behind),) = behind.items()
+            written += re.escape(letter)
+        branches.append(written + _expression(behind))
+    if not branches:
+        return ""
+    body = branches[0] if len(branches) == 1 and "" not in node else f"(?:{'|'.join(branches)})"
+    return body + ("?" if "" in node else "")  # greedy: the longer one first
 
 
 def _check(told: Mapping[str, Any]) -> None:
