@@ -171,7 +171,8 @@ def test_render_servers_are_a_table_of_their_own(trivet, gateway):
 def test_of_several_workers_it_is_said_that_one_tells_what_runs_at_render_servers(trivet, gateway):
     workers = [{"worker": 0, "alive": True}, {"worker": 1, "alive": True}]
     gateway.body = json.dumps({**STATUS, "workers": workers, "render_servers": SERVERS}).encode()
-    assert trivet("status", "--url", gateway.url).out.splitlines()[4].split("  ")[-1].strip() == "running, of one worker"
+    header = trivet("status", "--url", gateway.url).out.splitlines()[4]
+    assert header.rstrip().endswith("running, of one worker")
 
 
 def test_without_render_servers_nothing_is_said_of_them(trivet, gateway):

@@ -45,7 +45,8 @@ def gateways() -> Samples:
     metrics.requests.labels("/v1/completions", "200").inc()
     metrics.queue_wait.observe(0.0)
     metrics.count_rendering(lambda: Rendered("tokenizers"))
-    assert (servers := metrics.of_render_servers) is not None
+    servers = metrics.of_render_servers
+    assert servers is not None
     servers.asked("http://r", "ok", 0.1)
     servers.local("media")
     servers.refused("queue_full")

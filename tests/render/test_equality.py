@@ -41,7 +41,7 @@ UNCUT = {
 """Families whose texts are not to be cut, and what is said of them."""
 NOT_SHOWN = {"special tokens are split"}
 """Families of which ``tokenizer.json`` does not show what they do: whoever has the tokenizer has to look."""
-NOT_PLAIN = {"special tokens are split": "splits special tokens", "merges at random": "other ids"}
+NOT_PLAIN = {"special tokens are split": "splits special tokens", "merges at random": "at random"}
 """Families that are left to ``transformers`` altogether, and what is said of them."""
 TAKEN = {
     "fastokens": ("smollm2", "tekken", "bytes, llama 3's split", "bytes, qwen's split, NFC", "sentences, gemma's"),

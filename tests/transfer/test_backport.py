@@ -177,8 +177,9 @@ def images(count):
 
 def new_request(features, computed):
     """What vLLM's scheduler tells its runner of a request whose first tokens have KV."""
-    from transfer.schedulers import make_request
     from vllm.v1.core.sched.output import NewRequestData
+
+    from transfer.schedulers import make_request
 
     request = make_request("r")
     request.mm_features, request.num_computed_tokens = features, computed
