@@ -189,6 +189,18 @@ async def test_what_was_rendered_elsewhere_goes_on_as_it_is(vision):
         assert (answer.status_code, "without its tensors" in answer.text) == (501, True)
 
 
+async def test_what_is_rendered_for_others_has_the_images(vision):
+    body = {"messages": asking(words("Look: "), part(1))}
+    await chat(vision, *body["messages"][0]["content"])
+    (request,) = vision.engine.requests
+    for _ in range(2):
+        answer = await vision.post("/v1/chat/completions/render", body)
+        assert answer.status_code == 200, answer.text
+        made = answer.json()
+        assert made["token_ids"] == list(request.token_ids)
+        assert {name: made["features"][name] for name in wire(request)} == wire(request)
+
+
 async def test_a_model_of_text_refuses_images_as_vllm_does(served):
     answer = await served.post("/v1/chat/completions", {"messages": asking(part(1))})
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "BadRequestError")

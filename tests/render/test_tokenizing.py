@@ -223,8 +223,9 @@ def test_one_that_does_more_than_the_library_under_it_is_left_alone(tokenizing, 
 def test_a_second_start_compares_nothing_again(tokenizing, settings, folder, monkeypatch):
     tokenizing.hasten(as_vllm_holds_it(folder), settings)
     monkeypatch.setattr(tokenizing, "hard_texts", None)  # would raise
+    monkeypatch.setattr(tokenizing, "compare", None)
     prompts = tokenizing.hasten(as_vllm_holds_it(folder), settings)
-    assert prompts.told()["tokenizer"] == "fastokens"
+    assert prompts.told()["tokenizer"].split(";")[0] in tokenizing.CANDIDATES
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"fast": "fastokens"}'])
@@ -236,7 +237,7 @@ def test_a_damaged_record_is_made_anew(tokenizing, folder, tmp_path, damage):
     record.write_bytes(damage)
     prompts = tokenizing.hasten(as_vllm_holds_it(folder), no_fast)
     assert prompts.told()["not used"] == "no-such-package is not installed"
-    assert json.loads(record.read_text())["refused"]
+    assert json.loads(record.read_text())["finding"]["refused"]
     assert tokenizing.hasten(as_vllm_holds_it(folder), settings).told()["tokenizer"] == "tokenizers"
 
 

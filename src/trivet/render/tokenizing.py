@@ -12,7 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import BatchEncoding, PreTrainedTokenizerBase, TokenizersBackend
 
-from trivet.render.fast import CANDIDATES, Choice, FastTokenizer, Limits, choose, load
+from trivet.render.compare import Finding, compare
+from trivet.render.fast import CANDIDATES, FastTokenizer, Limits, load
 from trivet.render.hard_texts import hard_texts
-from trivet.render.kinds import Row
 from trivet.render.segments import CacheFigures, Rules, SegmentCache, Unsuitable
 
 logger = logging.getLogger(__name__)
@@ -127,35 +127,31 @@ class PromptTokenizer:
     def _choose(
         self, tokenizer: TokenizersBackend, definition: str, settings: TokenizingSettings
     ) -> tuple[FastTokenizer | None, Mapping[str, str]]:
+        """
+        Raises:
+            Unsuitable: the tokenizer is not what the library under it is.
+        """
         kept = settings.verdicts and settings.verdicts / f"{_fingerprint(tokenizer, definition, settings)}.json"
-        if kept is not None and (known := _read(kept)) is not None:
-            if known["unsuitable"] is not None:
-                raise Unsuitable(known["unsuitable"])
-            name, refused = known["fast"], known["refused"]
-            if name is None:
-                return None, refused
-            if not isinstance(encode := load(name, definition), str):
-                rows = frozenset(map(_row, known["rows"]))
-                return FastTokenizer(name, encode, self._reference, Limits(frozenset(known["unlike"]), rows)), refused
-        texts = list(hard_texts([token["content"] for token in json.loads(definition)["added_tokens"]]))
-        unsuitable = self._disagreement(tokenizer, texts)
-        choice = Choice(None, {}) if unsuitable else choose(definition, self._reference, texts, settings.fast)
-        if kept is not None:
-            fast = choice.fast
-            found = {
-                "unsuitable": unsuitable,
-                "fast": None if fast is None else fast.name,
-                "unlike": [] if fast is None else sorted(fast.limits.unlike),
-                "rows": [] if fast is None else sorted(fast.limits.rows),
-                "refused": dict(choice.refused),
-            }
-            _write(kept, found)
-        if unsuitable is not None:
-            raise Unsuitable(unsuitable)
-        return choice.fast, choice.refused
+        found = None if kept is None else _read(kept)
+        if found is None:
+            unsuitable = self._disagreement(tokenizer, definition)
+            finding = Finding() if unsuitable or not settings.fast else compare(definition, settings.fast)
+            found = _Verdict(unsuitable, finding)
+            if kept is not None:
+                _write(kept, found)
+        if found.unsuitable is not None:
+            raise Unsuitable(found.unsuitable)
+        name, refused = found.finding.fast, found.finding.refused
+        if name is None:
+            return None, refused
+        encode = load(name, definition)
+        if isinstance(encode, str):
+            return None, {**refused, name: encode}
+        return FastTokenizer(name, encode, self._reference, found.finding.limits), refused
 
-    def _disagreement(self, tokenizer: TokenizersBackend, texts: Sequence[str]) -> str | None:
+    def _disagreement(self, tokenizer: TokenizersBackend, definition: str) -> str | None:
         """That a tokenizer gives other ids than the library under it, or None."""
+        texts = list(hard_texts([token["content"] for token in json.loads(definition)["added_tokens"]]))
         some = [*_PROBES, *texts[:: max(1, len(texts) // _LOOKED_AT)]]
         for text, ids in zip(some, self._reference(some), strict=True):
             if list(tokenizer(text, add_special_tokens=False)["input_ids"]) != ids:
@@ -241,35 +237,36 @@ def _fingerprint(tokenizer: TokenizersBackend, definition: str, settings: Tokeni
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = ""
-    own = (Path(__file__).parent / name for name in ("fast.py", "hard_texts.py", "kinds.py", "tokenizing.py"))
+    own = (
+        Path(__file__).parent / name for name in ("compare.py", "fast.py", "hard_texts.py", "kinds.py", "tokenizing.py")
+    )
     digest = hashlib.sha256(json.dumps(versions).encode())
     for part in (definition.encode(), *(path.read_bytes() for path in own)):
         digest.update(hashlib.sha256(part).digest())
     return digest.hexdigest()[:32]
 
 
-def _row(told: Sequence[str]) -> Row:
-    first, second, third = told
-    return first, second, third
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """What is kept of a tokenizer."""
+
+    unsuitable: str | None
+    finding: Finding
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path) -> _Verdict | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        told = json.loads(path.read_text(encoding="utf-8"))
+        return _Verdict(told["unsuitable"], Finding(**told["finding"]))
+    except (OSError, ValueError, TypeError, KeyError):
         return None
-    return (
-        found
-        if isinstance(found, dict) and found.keys() >= {"unsuitable", "fast", "unlike", "rows", "refused"}
-        else None
-    )
 
 
-def _write(path: Path, found: Mapping[str, Any]) -> None:
+def _write(path: Path, found: _Verdict) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(found), encoding="utf-8")
+        draft.write_text(json.dumps(asdict(found)), encoding="utf-8")
         draft.replace(path)
     except OSError as error:
         logger.warning("what was found of tokenizers is not kept: %s", error)

@@ -1,0 +1,61 @@
+"""The comparison in a process of its own, however that ends."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from trivet.render import compare as module
+from trivet.render.compare import Finding, compare
+from trivet.render.fast import Limits
+
+
+@pytest.fixture(scope="module")
+def definition() -> str:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    one = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    one.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    one.decoder = decoders.ByteLevel()
+    one.add_special_tokens(["<|im_start|>"])
+    return one.to_str()
+
+
+def test_what_is_found_comes_back(definition):
+    found = compare(definition, ["no-such-package", "fastokens"])
+    assert found.fast == "fastokens"
+    assert found.refused == {"no-such-package": "is not installed"}
+
+
+def test_none_is_a_finding_too(definition):
+    found = compare(definition, ["no-such-package"])
+    assert (found.fast, found.limits, found.refused) == (None, Limits(), {"no-such-package": "is not installed"})
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("import os; os.kill(os.getpid(), 11)", "ended by signal 11"),
+        ("raise RuntimeError('no memory')", "ended with status 1 RuntimeError: no memory"),
+        ("import time; time.sleep(60)", "took longer than 2 s"),
+    ],
+)
+def test_a_process_that_ends_in_another_way_costs_the_fast_tokenizers_and_no_more(
+    definition, monkeypatch, tmp_path, code, why
+):
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/sh\nexec {sys.executable} -c {json.dumps(code)}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(module.sys, "executable", str(script))
+    monkeypatch.setattr(module, "_LIMIT_S", 2.0 if "longer" in why else 60.0)
+    found = compare(definition, ["fastokens", "kitoken"])
+    assert found.fast is None
+    assert list(found.refused) == ["fastokens", "kitoken"]
+    assert all(why in one for one in found.refused.values())
+
+
+def test_limits_are_read_as_they_were_written():
+    found = Finding("x", ["a"], [["tab", "'", "sdmt"]])
+    assert found.limits == Limits(frozenset("a"), frozenset({("tab", "'", "sdmt")}))
