@@ -382,8 +382,8 @@ FIGURES = CacheFigures(bytes=50, segments=1, asked_characters=9, found_character
         (None, (3, 1), Rendered("vllm", derender_hits=3, derender_replays=1)),
         ((None, None), None, Rendered("tokenizers")),
         ((None, FIGURES), None, Rendered("tokenizers", 9, 4, 50)),
-        (("kitoken", FIGURES), (3, 1), Rendered("kitoken", 9, 4, 50, 3, 1)),
-        (("kitoken, given up", FIGURES), None, Rendered("tokenizers", 9, 4, 50)),
+        (("gigatoken", FIGURES), (3, 1), Rendered("gigatoken", 9, 4, 50, 3, 1)),
+        (("gigatoken, given up", FIGURES), None, Rendered("tokenizers", 9, 4, 50)),
     ],
 )
 def test_what_a_front_end_has_rendered_is_told_with_what(prompts, linear, rendered):

@@ -50,9 +50,9 @@ def test_a_process_that_ends_in_another_way_costs_the_fast_tokenizers_and_no_mor
     script.chmod(0o755)
     monkeypatch.setattr(module.sys, "executable", str(script))
     monkeypatch.setattr(module, "_LIMIT_S", 2.0 if "longer" in why else 60.0)
-    found = compare(definition, ["fastokens", "kitoken"])
+    found = compare(definition, ["fastokens", "gigatoken"])
     assert found.fast is None
-    assert list(found.refused) == ["fastokens", "kitoken"]
+    assert list(found.refused) == ["fastokens", "gigatoken"]
     assert all(why in one for one in found.refused.values())
 
 

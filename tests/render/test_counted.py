@@ -19,7 +19,7 @@ async def test_a_front_end_tells_what_it_has_rendered(frontend, caches, model_fo
         async with frontend.open_frontend(flags, ScriptedEngine()) as opened:
             setting_up.close()
             begun = _rendered(opened)
-            assert begun.tokenizer in ("tokenizers", "fastokens", "gigatoken", "kitoken")
+            assert begun.tokenizer in ("tokenizers", "fastokens", "gigatoken")
             assert (begun.derender_hits, begun.derender_replays) == (0, 0)
             body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
             transport = httpx.ASGITransport(opened.app)

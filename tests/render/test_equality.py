@@ -46,7 +46,6 @@ NOT_PLAIN = {"special tokens are split": "splits special tokens", "merges at ran
 TAKEN = {
     "fastokens": ("smollm2", "tekken", "bytes, llama 3's split", "bytes, qwen's split, NFC", "sentences, gemma's"),
     "gigatoken": ("sentences, blank at first place", "bytes, llama 3's split", "tekken"),
-    "kitoken": ("tekken", "bytes, llama 3's split"),
 }
 """Families that a fast tokenizer has to take, if it is installed."""
 PLENTY, LITTLE = 64 * 2**20, 3_000

@@ -26,7 +26,6 @@ class FastTokenizer(StrEnum):
     OFF = "off"
     FASTOKENS = "fastokens"
     GIGATOKEN = "gigatoken"
-    KITOKEN = "kitoken"
 
 
 def render(

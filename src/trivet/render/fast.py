@@ -56,11 +56,6 @@ _CHECKED_CHARACTERS = 4096
 """No longer text is tokenized twice, as that would be felt."""
 
 
-def _kitoken(folder: Path) -> Encode:
-    encode = importlib.import_module("kitoken").Kitoken.from_file(str(folder / "tokenizer.json")).encode
-    return lambda text: encode(text, True)
-
-
 def _fastokens(folder: Path) -> Encode:
     native = importlib.import_module("fastokens._native")
     encode = native.Tokenizer.from_file(str(folder / "tokenizer.json")).encode
@@ -75,7 +70,6 @@ def _gigatoken(folder: Path) -> Encode:
 CANDIDATES: Mapping[str, Callable[[Path], Encode]] = {
     "fastokens": _fastokens,
     "gigatoken": _gigatoken,
-    "kitoken": _kitoken,
 }
 """By name, in the order in which they are tried; each reads ``tokenizer.json`` in a folder. docs/render.md says what
 they and others were found to be."""

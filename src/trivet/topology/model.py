@@ -354,7 +354,7 @@ class RenderTier(_Strict):
         description="memory of each worker for token ids of text that came before, so that a conversation's next turn "
         "has only its new text tokenized; 64 MiB hold some 1.5 million tokens",
     )
-    fast_tokenizer: Literal["auto", "off", "fastokens", "gigatoken", "kitoken"] = Field(
+    fast_tokenizer: Literal["auto", "off", "fastokens", "gigatoken"] = Field(
         "auto",
         description="auto: the fastest that is installed and is shown, at start, to give the reference's ids; a name: "
         "that one if it does",
