@@ -57,5 +57,5 @@ def test_a_process_that_ends_in_another_way_costs_the_fast_tokenizers_and_no_mor
 
 
 def test_limits_are_read_as_they_were_written():
-    found = Finding("x", ["a"], [["tab", "'", "sdmt"]])
-    assert found.limits == Limits(frozenset("a"), frozenset({("tab", "'", "sdmt")}))
+    found = Finding("x", ["a"], True, [["tab", "'", "sdmt"]])
+    assert found.limits == Limits(frozenset("a"), True, frozenset({("tab", "'", "sdmt")}))

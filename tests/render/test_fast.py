@@ -153,12 +153,26 @@ def test_one_that_breaks_is_not_used(candidate, monkeypatch, kind):
         raise kind("no such model")
 
     def wrong(text, ids):
-        if "\x0c" in text:
+        if len(text) > 5000:
             raise kind("out of bounds")
         return ids
 
     assert "cannot read it" in candidate(load=load).refused["pytest"]
     assert "out of bounds" in candidate(wrong).refused["pytest"]
+
+
+def test_a_character_that_it_refuses_is_left_to_the_reference(candidate, reference):
+    """A library may say of itself that it cannot: of a byte without a token, for instance."""
+
+    def wrong(text, ids):
+        if "\x04" in text:
+            raise ValueError("byte 0x04 has no token")
+        return ids
+
+    choice = candidate(wrong)
+    assert choice.fast is not None, choice.refused
+    assert choice.fast.limits.unlike == {"\x04"}
+    assert choice.fast("a\x04b") == reference(["a\x04b"])[0]
 
 
 def test_one_that_is_not_installed_is_passed_over(made, reference, texts, monkeypatch):
@@ -264,6 +278,19 @@ def test_a_real_one_that_is_used_gives_the_references_ids(made, reference, texts
 
 def test_the_one_that_the_lock_brings_is_there():
     assert importlib.metadata.version("fastokens")
+
+
+def test_what_nobody_can_tokenize_is_no_fault_of_its_own(reference):
+    """A client that sends half a surrogate pair must not cost all others the fast tokenizer."""
+
+    def encode(text):
+        text.encode()
+        return reference([text])[0]
+
+    swift = serving(reference, encode)
+    with pytest.raises((TypeError, UnicodeError)):
+        swift("\ud800")
+    assert swift.distrust is None
 
 
 def test_logs_quote_no_prompt(reference, caplog):

@@ -33,6 +33,15 @@ def test_no_text_has_a_character_that_is_to_be_left_out():
     assert not any("\v" in text or "é" in text for _, text in row_texts(("\v", "é")))
 
 
+def test_what_means_nothing_can_be_left_out_as_a_whole():
+    guard = Guard((), (), meaningless=True)
+    assert guard.passes("Grüße 東京 👍")
+    for one in ("\u0378", "\ue000", "\U0003abcd"):
+        assert not guard.passes(f"a{one}")
+        assert guard.without_unlike(f"a{one}b") == "ab"
+    assert not any(one in text for _, text in row_texts((), meaningless=True) for one in "\u0378\ue000")
+
+
 @settings(deadline=None)
 @given(
     text=st.text(alphabet=st.sampled_from("ab é1.'\t\n中👍\x0b/_\ud800"), max_size=30),

@@ -29,14 +29,18 @@ class Finding:
     fast: str | None = None
     """The tokenizer to use; None for the reference."""
     unlike: Sequence[str] = ()
+    meaningless: bool = False
     rows: Sequence[Sequence[str]] = ()
     refused: dict[str, str] = field(default_factory=dict)
     """Why not, for each of the others."""
+    spelling: int = 0
+    """Which of ``spellings`` it is to read."""
 
     @property
     def limits(self) -> Limits:
         """What is the reference's all the same."""
-        return Limits(frozenset(self.unlike), frozenset((first, second, third) for first, second, third in self.rows))
+        rows = frozenset((first, second, third) for first, second, third in self.rows)
+        return Limits(frozenset(self.unlike), self.meaningless, rows)
 
 
 def compare(definition: str, names: Sequence[str]) -> Finding:
@@ -81,7 +85,9 @@ def main() -> None:
     if fast is None:
         found = Finding(refused=refused)
     else:
-        found = Finding(fast.name, sorted(fast.limits.unlike), sorted(fast.limits.rows), refused)
+        limits = fast.limits
+        rows = sorted(limits.rows)
+        found = Finding(fast.name, sorted(limits.unlike), limits.meaningless, rows, refused, fast.spelling)
     sys.stdout.write(json.dumps(asdict(found)) + "\n")
 
 

@@ -31,7 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trivet.render.kinds import BASIC_KINDS, Guard, Row, row_texts
+from trivet.render.kinds import BASIC_KINDS, Guard, Row, is_meaningless, row_texts
+from trivet.render.spellings import spellings
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,9 @@ class Limits:
 
     unlike: frozenset[str] = frozenset()
     """Characters of which texts are the reference's."""
+    meaningless: bool = False
+    """Whether code points that are not assigned, and private ones, are so as well: with one of them, all, as only some
+    are looked at."""
     rows: frozenset[Row] = frozenset()
     """Three kinds in a row, likewise."""
 
@@ -88,13 +92,17 @@ class Limits:
 class FastTokenizer:
     """A candidate that has passed."""
 
-    def __init__(self, name: str, encode: Encode, reference: Reference, limits: Limits | None = None) -> None:
+    def __init__(
+        self, name: str, encode: Encode, reference: Reference, limits: Limits | None = None, spelling: int = 0
+    ) -> None:
         self.name = name
+        self.spelling = spelling
+        """Which of ``spellings`` it has read."""
         self.limits = limits or Limits()
         self.distrust: str | None = None
         """Why it is not asked any more, or None."""
         self._encode, self._reference = encode, reference
-        self._guard = Guard(self.limits.unlike, self.limits.rows)
+        self._guard = guard_of(self.limits)
         self._count = itertools.count(1)
 
     def __call__(self, text: str) -> Sequence[int]:
@@ -108,8 +116,9 @@ class FastTokenizer:
         try:
             ids = self._encode(text)
         except (Exception, _panic()) as error:
+            proper = self._reference([text])[0]  # which may raise as well: half a surrogate pair is no text to anybody
             self._leave(f"{type(error).__name__} on a text of {len(text)} characters")
-            return self._reference([text])[0]
+            return proper
         if next(self._count) % CHECK_EVERY == 0 and len(text) <= _CHECKED_CHARACTERS:
             proper = self._reference([text])[0]
             if list(proper) != list(ids):
@@ -147,28 +156,30 @@ def choose(
     refused: dict[str, str] = {}
     passed: list[tuple[float, FastTokenizer]] = []
     tables: Mapping[str, Sequence[int]] | None = None
-    for name in names:
-        encode = load(name, definition)
+    written = spellings(definition)
+    for name, spelling in itertools.product(names, range(len(written))):
+        encode = load(name, written[spelling])
         if isinstance(encode, str):
             refused[name] = encode
             continue
         if tables is None:
             tables = dict(zip(_groups(), reference([_around(one) for one in _groups()]), strict=True))
         try:
-            unlike = _unlike(encode, reference, tables)
-            limits = Limits(frozenset(unlike), frozenset(_rows(encode, reference, unlike)))
+            unlike, meaningless = _unlike(encode, reference, tables)
+            limits = Limits(unlike, meaningless, frozenset(_rows(encode, reference, unlike, meaningless)))
             took_s = _pass(encode, reference, texts, limits)
         except _Differs as differs:
             refused[name] = str(differs)
         except (Exception, _panic()) as error:
             refused[name] = f"failed ({_in_a_line(error)})"
         else:
-            passed.append((took_s, FastTokenizer(name, encode, reference, limits)))
+            passed.append((took_s, FastTokenizer(name, encode, reference, limits, spelling)))
     if not passed:
         return Choice(None, refused)
     _, fast = min(passed, key=lambda one: one[0])
-    slower = {one.name: f"is equal and slower than {fast.name}" for _, one in passed if one is not fast}
-    return Choice(fast, refused | slower)
+    others = {one.name for _, one in passed} - {fast.name}
+    refused = {name: why for name, why in refused.items() if name not in (fast.name, *others)}
+    return Choice(fast, refused | dict.fromkeys(sorted(others), f"is equal and slower than {fast.name}"))
 
 
 def load(name: str, definition: str) -> Encode | str:
@@ -189,36 +200,49 @@ class _Differs(Exception):  # noqa: N818  (a verdict)
     pass
 
 
-def _unlike(encode: Encode, reference: Reference, tables: Mapping[str, Sequence[int]]) -> set[str]:
-    """Characters at which ids differ.
+def guard_of(limits: Limits) -> Guard:
+    """What looks for that in texts."""
+    return Guard(limits.unlike, limits.rows, meaningless=limits.meaningless)
+
+
+def _unlike(encode: Encode, reference: Reference, tables: Mapping[str, Sequence[int]]) -> tuple[frozenset[str], bool]:
+    """Characters at which ids differ, and whether they do at some without a meaning.
 
     Raises:
         _Differs: too many, or those of which every text is made.
     """
     unlike: set[str] = set()
     for group, ids in tables.items():
-        if list(encode(_around(group))) == list(ids):
+        if _gives(encode, _around(group), ids):
             continue
         each = reference([_around(one) for one in group])
-        found = [one for one, proper in zip(group, each, strict=True) if list(encode(_around(one))) != list(proper)]
+        found = [one for one, proper in zip(group, each, strict=True) if not _gives(encode, _around(one), proper)]
         if not found:  # together only
             raise _Differs(f"gives other ids for {_shown(_around(group))}")
         unlike.update(found)
         if basic := sorted(_BASIC.intersection(found)):
             raise _Differs(f"gives other ids for texts with {basic[0]!r}")
-        if sum(unicodedata.category(one) not in _MEANINGLESS for one in unlike) > _UNLIKE:
+        if sum(not is_meaningless(one) for one in unlike) > _UNLIKE:
             raise _Differs(f"gives other ids at more than {_UNLIKE} characters")
-    return _with_kin(unlike)
+    meant = frozenset(one for one in unlike if not is_meaningless(one))
+    return meant, len(meant) < len(unlike)
 
 
-def _rows(encode: Encode, reference: Reference, unlike: set[str]) -> set[Row]:
+def _gives(encode: Encode, text: str, ids: Sequence[int]) -> bool:
+    try:
+        return list(encode(text)) == list(ids)
+    except Exception:  # it says so itself: a byte without a token, say
+        return False
+
+
+def _rows(encode: Encode, reference: Reference, unlike: frozenset[str], meaningless: bool) -> set[Row]:
     """Three kinds in a row at which ids differ.
 
     Raises:
         _Differs: those of which every text is made, or too many.
     """
     rows: dict[str, Row] = {}
-    for row, text in row_texts(unlike):
+    for row, text in row_texts(unlike, meaningless=meaningless):
         rows.setdefault(text, row)
     found: set[Row] = set()
     for (text, row), proper in zip(rows.items(), reference(list(rows)), strict=True):
@@ -237,10 +261,8 @@ def _pass(encode: Encode, reference: Reference, texts: Sequence[str], limits: Li
     Raises:
         _Differs: it does.
     """
-    unlike = limits.unlike
-    fit = ["".join(one for one in text if one not in unlike) for text in texts] if unlike else texts
-    guard = Guard(unlike, limits.rows)
-    fit = [text for text in fit if guard.passes(text)] if limits.rows else fit
+    guard = guard_of(limits)
+    fit = [fit for text in texts if guard.passes(fit := guard.without_unlike(text))]
     started_s = time.perf_counter()
     proper = reference(fit)
     patience_s = _GRACE_S + _PATIENCE * (time.perf_counter() - started_s)
@@ -264,11 +286,9 @@ def _around(characters: str) -> str:
     )
 
 
-_MEANINGLESS = ("Cn", "Co")
-"""Not assigned, of which tables of several years differ, and private."""
 _LONG_RUN = 256
 """More such characters in a row are ideographs or syllables, or none at all: all are alike."""
-_STEPS: Mapping[str, int] = {"Lo": 16, **dict.fromkeys(_MEANINGLESS, 512)}
+_STEPS: Mapping[str, int] = {"Lo": 16, "Cn": 512, "Co": 512}
 
 
 @functools.cache
@@ -284,13 +304,6 @@ def _groups() -> Sequence[str]:
 
 
 _SURROGATES = (0xD800, 0xDFFF)
-
-
-def _with_kin(unlike: set[str]) -> set[str]:
-    """With one character without a meaning, all of them: only some were looked at."""
-    if any(unicodedata.category(one) in _MEANINGLESS for one in unlike):
-        unlike |= {one for one in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(one) in _MEANINGLESS}
-    return unlike
 
 
 def _panic() -> Any:

@@ -94,15 +94,21 @@ def kind_of(character: str) -> str:
     return named or ("punctuation" if category.startswith("P") else "symbol")
 
 
-def row_texts(unlike: Collection[str]) -> Iterator[tuple[Row, str]]:
+def is_meaningless(character: str) -> bool:
+    """Whether it is not assigned, of which tables of several years differ, or private."""
+    return unicodedata.category(character) in ("Cn", "Co")
+
+
+def row_texts(unlike: Collection[str], *, meaningless: bool = False) -> Iterator[tuple[Row, str]]:
     """Every row, in texts: by itself, twice, and where a contraction may begin with all that may follow.
 
     Args:
         unlike: characters that are in none of the texts.
+        meaningless: nor are those without a meaning.
     """
     chance = random.Random(3)
     members = {name: [one for one in those if one not in unlike] for name, those in _MEMBERS.items()} | {_EDGE: [""]}
-    inner = [name for name in _MEMBERS if members[name]]
+    inner = [name for name in _MEMBERS if members[name] and not (meaningless and name == "nothing")]
     outer = [_EDGE, *inner]
     for row in ((first, second, third) for first in outer for second in inner for third in outer):
         for _ in range(2):
@@ -119,11 +125,15 @@ def row_texts(unlike: Collection[str]) -> Iterator[tuple[Row, str]]:
 class Guard:
     """Says whether a text has certain characters, or three certain kinds in a row."""
 
-    def __init__(self, unlike: Collection[str], rows: Collection[Row]) -> None:
+    def __init__(self, unlike: Collection[str], rows: Collection[Row], *, meaningless: bool = False) -> None:
+        """
+        Args:
+            meaningless: also characters that are not assigned, or private.
+        """
         self._unlike: np.ndarray | None = None
-        if unlike:
-            self._unlike = np.zeros(sys.maxunicode + 1, np.bool_)
-            self._unlike[np.fromiter(map(ord, unlike), np.uint32)] = True
+        if unlike or meaningless:
+            self._unlike = _meaningless().copy() if meaningless else np.zeros(sys.maxunicode + 1, np.bool_)
+            self._unlike[np.fromiter(map(ord, unlike), np.uint32, len(unlike))] = True
         self._ascii = tuple(sorted(one for one in unlike if one.isascii()))
         self._rows: np.ndarray | None = None
         if rows:
@@ -132,6 +142,11 @@ class Guard:
             for row in rows:
                 first, second, third = map(_NAMES.index, row)
                 self._rows[(first * count + second) * count + third] = True
+
+    def without_unlike(self, text: str) -> str:
+        """A text without those characters."""
+        unlike = self._unlike
+        return text if unlike is None else "".join(one for one in text if not unlike[ord(one)])
 
     def passes(self, text: str) -> bool:
         """Whether it has none."""
@@ -146,6 +161,12 @@ class Guard:
         kinds[1:-1] = _kinds()[codes]
         rows = (kinds[:-2] * count + kinds[1:-1]) * count + kinds[2:]
         return not self._rows[rows].any()
+
+
+@functools.cache
+def _meaningless() -> np.ndarray:
+    codes = range(sys.maxunicode + 1)
+    return np.fromiter((is_meaningless(chr(code)) for code in codes), np.bool_, len(codes))
 
 
 @functools.cache

@@ -24,6 +24,7 @@ from trivet.render.compare import Finding, compare
 from trivet.render.fast import CANDIDATES, FastTokenizer, Limits, load
 from trivet.render.hard_texts import hard_texts
 from trivet.render.segments import CacheFigures, Rules, SegmentCache, Unsuitable
+from trivet.render.spellings import spellings
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,13 @@ class TokenizingSettings:
     """Fast tokenizers to be tried, the first that is shown to be equal is used; none leaves it to the reference."""
     verdicts: Path | None = field(default_factory=lambda: _verdicts())
     """Where results of the comparison are kept, which takes seconds; None keeps none."""
+
+
+def _left(limits: Limits) -> str:
+    left = [f"one of {len(limits.unlike)} characters"] if limits.unlike else []
+    left += ["a code point that means nothing"] if limits.meaningless else []
+    left += [f"one of {len(limits.rows)} rows of characters"] if limits.rows else []
+    return " or ".join(left)
 
 
 def _verdicts() -> Path:
@@ -110,8 +118,7 @@ class PromptTokenizer:
         fast = self.fast
         told = {"tokenizer": "tokenizers" if fast is None or fast.distrust else fast.name}
         if fast is not None and fast.limits != Limits():
-            left = f"{len(fast.limits.unlike)} characters and {len(fast.limits.rows)} places where kinds of them meet"
-            told["tokenizer"] += f"; texts with {left} are left to tokenizers"
+            told["tokenizer"] += f"; texts with {_left(fast.limits)} are left to tokenizers"
         refused = dict(self.refused) | ({fast.name: f"gave {fast.distrust}"} if fast and fast.distrust else {})
         if refused:
             told["not used"] = "; ".join(f"{name} {why}" for name, why in refused.items())
@@ -144,10 +151,11 @@ class PromptTokenizer:
         name, refused = found.finding.fast, found.finding.refused
         if name is None:
             return None, refused
-        encode = load(name, definition)
+        spelling = found.finding.spelling
+        encode = load(name, spellings(definition)[spelling])
         if isinstance(encode, str):
             return None, {**refused, name: encode}
-        return FastTokenizer(name, encode, self._reference, found.finding.limits), refused
+        return FastTokenizer(name, encode, self._reference, found.finding.limits, spelling), refused
 
     def _disagreement(self, tokenizer: TokenizersBackend, definition: str) -> str | None:
         """That a tokenizer gives other ids than the library under it, or None."""
@@ -238,7 +246,8 @@ def _fingerprint(tokenizer: TokenizersBackend, definition: str, settings: Tokeni
         except metadata.PackageNotFoundError:
             versions[name] = ""
     own = (
-        Path(__file__).parent / name for name in ("compare.py", "fast.py", "hard_texts.py", "kinds.py", "tokenizing.py")
+        Path(__file__).parent / name
+        for name in ("compare.py", "fast.py", "hard_texts.py", "kinds.py", "spellings.py", "tokenizing.py")
     )
     digest = hashlib.sha256(json.dumps(versions).encode())
     for part in (definition.encode(), *(path.read_bytes() for path in own)):
