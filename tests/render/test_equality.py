@@ -28,6 +28,7 @@ from helpers import families
 from helpers.conversations import Chat, Text, any_chat, any_text, chats, growing, of_tokens, smallest, texts
 from helpers.families import FAMILIES, Family, by_name
 from helpers.templates import templates
+from render.conftest import let_go
 from trivet.render.fast import CANDIDATES
 from trivet.render.segments import Rules, SegmentCache, Unsuitable
 
@@ -166,8 +167,9 @@ def load(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Known:
 
 
 @pytest.fixture(scope="module", params=[pytest.param(family, id=family.name) for family in FAMILIES])
-def known(request, tmp_path_factory) -> Known:
-    return load(request.param, tmp_path_factory)
+def known(request, tmp_path_factory) -> Iterator[Known]:
+    yield load(request.param, tmp_path_factory)
+    let_go()
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from hypothesis import settings as of_hypothesis
 from hypothesis import strategies as st
 
 from helpers.tokenizer import demo_fields
+from render.conftest import let_go
 from trivet.demo.model import write_tokenizer
 
 
@@ -45,6 +46,7 @@ def as_vllm_holds_it(folder: Path, kind=lambda own: own, **changes):
     from transformers import AutoTokenizer
     from vllm.tokenizers.hf import get_cached_tokenizer, maybe_make_thread_pool
 
+    let_go()
     tokenizer = AutoTokenizer.from_pretrained(folder, **changes)
     tokenizer.__class__ = kind(type(tokenizer))
     tokenizer = get_cached_tokenizer(tokenizer)
