@@ -52,6 +52,7 @@ def ran(monkeypatch) -> list[tuple[list[str], RenderTier]]:
 
 def test_without_a_model_it_says_how_to_give_one():
     assert "no model is given" in fault().problem
+    assert "does not stand first" in fault("--max-model-len", "9", "some/model").problem
     assert "trivet render MODEL" in (fault("--tool-call-parser", "hermes").mend or "")
 
 

@@ -54,6 +54,7 @@ def test_a_process_that_ends_in_another_way_costs_the_fast_tokenizers_and_no_mor
     assert found.fast is None
     assert list(found.refused) == ["fastokens", "gigatoken"]
     assert all(why in one for one in found.refused.values())
+    assert not found.lasts, "the next start may have more luck"
 
 
 def test_limits_are_read_as_they_were_written():

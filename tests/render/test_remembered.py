@@ -102,6 +102,15 @@ def test_no_more_is_kept_than_allowed():
     assert len(parse.asked) == asked
 
 
+def test_one_that_is_larger_than_all_is_not_kept_and_drives_out_nothing():
+    parse = Parse()
+    remembered = Remembered(parse, 2000)
+    ask(remembered, HI)
+    ask(remembered, {"role": "user", "content": "x" * 5000})
+    ask(remembered, HI)
+    assert len(parse.asked) == 2
+
+
 def test_vllms_own_is_known_here(frontend):
     from vllm.renderers.hf import parse_chat_messages
 

@@ -120,6 +120,30 @@ def test_no_more_is_kept_than_allowed(capacity):
         assert cache.figures.bytes <= capacity
 
 
+def test_what_is_forgotten_is_made_anew_and_what_is_being_made_just_then_is_not_kept():
+    """As when the tokenizer that made it is not trusted any more."""
+    made = tokenizer(token("<s>"))
+    wrong = True
+    cache: SegmentCache
+
+    def encode(text):
+        nonlocal wrong
+        ids = plain(made, text)
+        if not wrong:
+            return ids
+        if text.endswith("cab"):
+            wrong = False
+            cache.forget()
+        return [*ids[:-1], 0]
+
+    cache = SegmentCache(Rules(made.to_str()), encode, 1 << 20)
+    assert cache.ids("<s>abc") != plain(made, "<s>abc")
+    cache.ids("<s>cab")
+    assert cache.figures.segments == cache.figures.bytes == 0
+    for text in ("<s>abc", "<s>cab"):
+        assert cache.ids(text) == plain(made, text)
+
+
 def test_figures_tell_what_was_asked_and_found():
     cache, _ = cached(tokenizer(token("<s>")))
     cache.ids("first<s>abcd")

@@ -48,7 +48,10 @@ def render(
     `vllm launch render --help` can be added; endpoints and bodies are the same.
     """
     if not context.args or context.args[0].startswith("-"):
-        raise TrivetError("no model is given", mend="trivet render MODEL, or trivet render TOPOLOGY.yaml")
+        raise TrivetError(
+            "no model is given, or it does not stand first",
+            mend="trivet render MODEL [FLAGS], or trivet render TOPOLOGY.yaml [FLAGS]",
+        )
     if Machine.here().vllm is None:
         raise TrivetError("vLLM is not installed, and rendering is done with it", mend="pip install 'trivet[cpu]'")
     flags, tier = _flags(context.args[0], context.args[1:])
@@ -88,7 +91,8 @@ def _run(flags: Sequence[str], listener: socket.socket, tier: RenderTier) -> Non
         raise TrivetError(f"vLLM cannot be loaded: {error}", mend="reinstall it: pip install 'trivet[cpu]'") from error
     settings = settings_of(tier.cache_mib, tier.fast_tokenizer)
     address, port = listener.getsockname()[:2]
-    url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+    scheme = "https" if any(one.startswith("--ssl-certfile") for one in flags) else "http"
+    url = f"{scheme}://[{address}]:{port}" if ":" in address else f"{scheme}://{address}:{port}"
     err.print(f"reading {escape(flags[0])} ...", style="dim", soft_wrap=True)
     uvloop.run(serve(flags, settings, listener, lambda app: _tell(app, url)))
 

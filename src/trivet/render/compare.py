@@ -35,6 +35,8 @@ class Finding:
     """Why not, for each of the others."""
     spelling: int = 0
     """Which of ``spellings`` it is to read."""
+    lasts: bool = True
+    """False if the comparison did not come to its end: another may."""
 
     @property
     def limits(self) -> Limits:
@@ -68,7 +70,7 @@ def compare(definition: str, names: Sequence[str]) -> Finding:
         said = done.stderr.strip().splitlines()[-1:] or [""]
         how = f"by signal {-done.returncode}" if done.returncode < 0 else f"with status {done.returncode}"
         why = f"the comparison ended {how} {said[0][:_TOLD_CHARACTERS]}".rstrip()
-    return Finding(refused=dict.fromkeys(names, why))
+    return Finding(refused=dict.fromkeys(names, why), lasts=False)
 
 
 def main() -> None:

@@ -290,7 +290,7 @@ def _streamed(request: Request, body: bytes) -> dict[str, msgspec.Raw] | None:
         return None
     try:
         fields = _FIELDS.decode(body)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
     return fields if bytes(fields.get("stream", b"")) == b"true" else None
 

@@ -29,7 +29,6 @@ import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trivet.render.kinds import BASIC_KINDS, Guard, Row, is_meaningless, row_texts
 from trivet.render.spellings import spellings
@@ -53,6 +52,8 @@ _GROUP = 64
 _PATIENCE = 10
 """A candidate that takes so many times longer than the reference over any text would be a way to stop the service."""
 _GRACE_S = 0.2
+_FAULTS = 10
+"""A text that it cannot take is one text; a client must not be able to cost all others the speed with it."""
 _CHECKED_CHARACTERS = 4096
 """No longer text is tokenized twice, as that would be felt."""
 
@@ -101,6 +102,9 @@ class FastTokenizer:
         self.limits = limits or Limits()
         self.distrust: str | None = None
         """Why it is not asked any more, or None."""
+        self.left: Callable[[], None] = lambda: None
+        """Called when it is not: what it made is not to be trusted either."""
+        self._faults = 0
         self._encode, self._reference = encode, reference
         self._guard = guard_of(self.limits)
         self._count = itertools.count(1)
@@ -115,9 +119,13 @@ class FastTokenizer:
             return self._reference([text])[0]
         try:
             ids = self._encode(text)
-        except (Exception, _panic()) as error:
+        except BaseException as error:
+            if not _is_fault(error):
+                raise
             proper = self._reference([text])[0]  # which may raise as well: half a surrogate pair is no text to anybody
-            self._leave(f"{type(error).__name__} on a text of {len(text)} characters")
+            self._faults += 1
+            if self._faults >= _FAULTS:
+                self._leave(f"{self._faults} faults, the last {type(error).__name__}")
             return proper
         if next(self._count) % CHECK_EVERY == 0 and len(text) <= _CHECKED_CHARACTERS:
             proper = self._reference([text])[0]
@@ -132,6 +140,7 @@ class FastTokenizer:
 
     def _leave(self, why: str) -> None:
         self.distrust = why
+        self.left()
         logger.error("%s gave %s; the reference tokenizes from now on", self.name, why)
 
 
@@ -170,7 +179,9 @@ def choose(
             took_s = _pass(encode, reference, texts, limits)
         except _Differs as differs:
             refused[name] = str(differs)
-        except (Exception, _panic()) as error:
+        except BaseException as error:
+            if not _is_fault(error):
+                raise
             refused[name] = f"failed ({_in_a_line(error)})"
         else:
             passed.append((took_s, FastTokenizer(name, encode, reference, limits, spelling)))
@@ -192,7 +203,9 @@ def load(name: str, definition: str) -> Encode | str:
         (Path(folder) / "tokenizer.json").write_text(definition, encoding="utf-8")
         try:
             return CANDIDATES[name](Path(folder))
-        except (Exception, _panic()) as error:
+        except BaseException as error:
+            if not _is_fault(error):
+                raise
             return f"cannot read it ({_in_a_line(error)})"
 
 
@@ -306,13 +319,9 @@ def _groups() -> Sequence[str]:
 _SURROGATES = (0xD800, 0xDFFF)
 
 
-def _panic() -> Any:
-    """What a Rust library raises when it breaks: no ``Exception``."""
-    return _Panic if (found := sys.modules.get("pyo3_runtime")) is None else found.PanicException
-
-
-class _Panic(BaseException):
-    pass
+def _is_fault(error: BaseException) -> bool:
+    """Whether a library has failed. What Rust raises when it breaks is no ``Exception``, and each has its own."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _shown(text: str) -> str:

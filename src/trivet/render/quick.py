@@ -105,7 +105,7 @@ class _Short(BaseRoute):
             rendered = await (rendering if len(body) <= self._inline else inbox.unless_left(rendering))
             return None if rendered is None else _answer_of(rendered)
         except Exception as error:  # whatever it is: vLLM's route meets it as well, and knows how to tell it
-            logger.debug("%s is left to vLLM's route: %s", self.path, error)
+            logger.debug("%s is left to vLLM's route: %s", self.path, type(error).__name__)
             return None
 
 

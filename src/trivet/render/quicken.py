@@ -28,7 +28,11 @@ def quicken(
     Returns:
         What tokenizes prompts now; None where the tokenizer is left as it is, which is logged.
     """
-    prompts = hasten(renderer.tokenizer, settings)
+    try:
+        prompts = hasten(renderer.tokenizer, settings)
+    except Exception as error:  # what only makes it quicker stops no service
+        prompts = f"{type(error).__name__}: {error}"
+        logger.warning("no fast tokenizer and no cache of segments: %s", prompts)
     if isinstance(prompts, str):
         logger.info("prompts are tokenized as vLLM does it: %s", prompts)
     else:

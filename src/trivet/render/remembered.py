@@ -59,7 +59,7 @@ class Remembered:
 
     def _keep(self, key: tuple[str, str, str, bool], parsed: list[dict[str, str]]) -> None:
         with self._lock:
-            if key in self._kept:
+            if key in self._kept or _weight(key) > self._capacity:
                 return
             self._kept[key] = parsed
             self.characters += _weight(key)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -46,12 +45,12 @@ def render_at_once(renderer: BaseRenderer[Any], inline_characters: int) -> bool:
         validated(rendered[1] if isinstance(rendered, tuple) else rendered)
         return rendered
 
-    async def at_once(render: Callable[[], Any], characters: int) -> Any:
+    async def at_once(render: Callable[[], Any], characters: int, *, timed: bool) -> Any:
         if characters <= inline_characters:
             return render()
         run = asyncio.get_running_loop().run_in_executor
         rendered = _awaited(run(renderer._executor, render_and_validate, render))
-        return await (renderer._render_with_timeout(rendered) if has_timeout else rendered)
+        return await (renderer._render_with_timeout(rendered) if timed and has_timeout else rendered)
 
     async def render_chat_async(
         conversations: Sequence[Any], chat_params: Any, tok_params: Any = None, **more: Any
@@ -62,7 +61,7 @@ def render_at_once(renderer: BaseRenderer[Any], inline_characters: int) -> bool:
                 return await theirs_chat(conversations, chat_params, tok_params, **more)
             characters += one
         render = functools.partial(renderer.render_chat, conversations, chat_params, tok_params, **more)
-        return await at_once(render, characters)
+        return await at_once(render, characters, timed=True)
 
     async def render_cmpl_async(prompts: Sequence[Any], tok_params: Any = None, **more: Any) -> Any:
         characters = 0
@@ -70,7 +69,8 @@ def render_at_once(renderer: BaseRenderer[Any], inline_characters: int) -> bool:
             if not isinstance(prompt, Mapping) or not prompt.keys() <= {"prompt"} or type(prompt["prompt"]) is not str:
                 return await theirs_cmpl(prompts, tok_params, **more)
             characters += len(prompt["prompt"])
-        return await at_once(functools.partial(renderer.render_cmpl, prompts, tok_params, **more), characters)
+        render = functools.partial(renderer.render_cmpl, prompts, tok_params, **more)
+        return await at_once(render, characters, timed=False)  # no template is at work
 
     renderer.render_chat_async = render_chat_async
     renderer.render_cmpl_async = render_cmpl_async
@@ -86,20 +86,19 @@ def _spare_validation(renderer: BaseRenderer[Any]) -> Callable[[Sequence[Any]], 
     theirs = getattr(renderer, "validate_token_ids", None)
     if theirs is None:  # vLLM 0.30 looks at ids elsewhere
         return lambda _: None
-    known: deque[Sequence[int]] = deque(maxlen=_KNOWN)
+    known: dict[int, Sequence[int]] = {}
 
     def validate_token_ids(token_ids: Sequence[int], **more: Any) -> None:
-        for number, one in enumerate(known):
-            if one is token_ids:
-                del known[number]
-                return
-        theirs(token_ids, **more)
+        if known.pop(id(token_ids), None) is not token_ids:
+            theirs(token_ids, **more)
 
     def validate(prompts: Sequence[Any]) -> None:
         for prompt in prompts:
             if isinstance(prompt, Mapping) and (ids := prompt.get("prompt_token_ids")):
                 theirs(ids)
-                known.append(ids)
+                known[id(ids)] = ids  # one step each, as two threads are at it
+                while len(known) > _KNOWN:
+                    known.pop(next(iter(list(known))), None)
 
     renderer.validate_token_ids = validate_token_ids
     return validate

@@ -8,6 +8,7 @@ import socket
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
@@ -83,6 +84,11 @@ async def serve(
         TrivetError: bad flags, or a model whose config or tokenizer cannot be read.
     """
     args = parse_flags(flags)
+    if args.uds:
+        raise TrivetError("a render server listens on a port, and not on a Unix socket", mend="leave out --uds")
+    for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
+        if (file := getattr(args, name)) and not Path(file).is_file():
+            raise TrivetError(f"--{name.replace('_', '-')}: there is no file {file}", mend="give one that is there")
     app = await open_render_app(args, settings)
     gc.collect()
     gc.freeze()  # what is loaded now stays
@@ -99,6 +105,7 @@ async def serve(
         ssl_certfile=args.ssl_certfile,
         ssl_ca_certs=args.ssl_ca_certs,
         ssl_cert_reqs=args.ssl_cert_reqs,
+        **({"ssl_ciphers": args.ssl_ciphers} if args.ssl_ciphers else {}),
     )
     server = _Server(config, lambda: started(app))
     await server.serve(sockets=[listener])

@@ -11,6 +11,8 @@ import hashlib
 import json
 import logging
 import os
+import platform
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -91,6 +93,8 @@ class PromptTokenizer:
         if settings.cache_bytes:
             try:
                 self._cache = SegmentCache(Rules(definition), self._encode, settings.cache_bytes, quick)
+                if self.fast is not None:
+                    self.fast.left = self._cache.forget
             except Unsuitable as why:
                 self.uncut = str(why)
         else:
@@ -144,7 +148,7 @@ class PromptTokenizer:
             unsuitable = self._disagreement(tokenizer, definition)
             finding = Finding() if unsuitable or not settings.fast else compare(definition, settings.fast)
             found = _Verdict(unsuitable, finding)
-            if kept is not None:
+            if kept is not None and found.finding.lasts:
                 _write(kept, found)
         if found.unsuitable is not None:
             raise Unsuitable(found.unsuitable)
@@ -239,6 +243,7 @@ def _ends(backend: Tokenizer) -> tuple[list[int], list[int]] | None:
 
 def _fingerprint(tokenizer: TokenizersBackend, definition: str, settings: TokenizingSettings) -> str:
     versions = {name: metadata.version(name) for name in ("tokenizers", "transformers")}
+    versions |= {"unicode": unicodedata.unidata_version, "machine": platform.machine()}
     versions |= {"kind": " ".join(kind.__qualname__ for kind in type(tokenizer).__mro__)}
     for name in settings.fast:
         try:
