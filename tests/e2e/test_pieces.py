@@ -129,18 +129,23 @@ def test_changed_pieces_among_many_at_once(deployment, conftest):
 
 
 def test_kv_that_does_not_fit_into_the_staging_waits(deployment, conftest):
-    """Pieces of many prompts while decode reads slowly: nothing is lost, and nobody waits for ever."""
+    """Pieces of many prompts while decode reads slowly: nothing is lost, and nobody waits for ever.
+
+    On a machine that is busy with other things prefill can be as slow as that for once, so it has several tries.
+    """
     bodies = [body_of(length) for length in range(610, 1000, 50)]
     url = f"{deployment.url}/v1/completions"
     waits = "vllm:trivet_kv_staging_waits_total"
     before = deployment.metrics("prefill").values.get(waits, 0), failures(deployment)
-    with deployment.spoiling("slow"), concurrent.futures.ThreadPoolExecutor(len(bodies)) as clients:
-        answers = list(clients.map(lambda body: conftest.post(url, conftest.salted(body)), bodies))
-    for answer, body in zip(answers, bodies, strict=True):
-        assert tokens_of(answer) == tokens_of(
-            conftest.post(f"{deployment.plain_url}/v1/completions", conftest.salted(body))
-        )
-    # an engine tells with a step's output what its connector has counted, also behind its last step
-    assert conftest.post(url, conftest.salted(body_of(40)))[0] == 200
-    assert deployment.metrics("prefill").values[waits] > before[0]
+    expected = [tokens_of(conftest.post(f"{deployment.plain_url}/v1/completions", body)) for body in bodies]
+    for _ in range(4):
+        with deployment.spoiling("slow"), concurrent.futures.ThreadPoolExecutor(len(bodies)) as clients:
+            answers = list(clients.map(lambda body: conftest.post(url, conftest.salted(body)), bodies))
+        assert [tokens_of(answer) for answer in answers] == expected
+        # an engine tells with a step's output what its connector has counted, also behind its last step
+        assert conftest.post(url, conftest.salted(body_of(40)))[0] == 200
+        if deployment.metrics("prefill").values[waits] > before[0]:
+            break
+    else:
+        pytest.fail("no KV has waited for room in the staging")
     assert failures(deployment) == before[1]
