@@ -12,15 +12,12 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import vllm.v1.engine.output_processor as output_processor
 from tokenizers import Tokenizer
 from transformers import TokenizersBackend
-
-logger = logging.getLogger(__name__)
 
 _LONG = 512
 """Prompts up to so many tokens are decoded whole."""

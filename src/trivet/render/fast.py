@@ -50,7 +50,8 @@ _UNLIKE = 4096
 """A candidate that differs at more characters has other tables altogether."""
 _GROUP = 64
 _PATIENCE = 10
-"""A candidate that takes so many times longer than the reference over any text would be a way to stop the service."""
+"""A candidate that takes so many times longer over one text than the reference over all would be a way to stop the
+service."""
 _GRACE_S = 0.2
 _FAULTS = 10
 """A text that it cannot take is one text; a client must not be able to cost all others the speed with it."""
@@ -73,7 +74,7 @@ CANDIDATES: Mapping[str, Callable[[Path], Encode]] = {
     "fastokens": _fastokens,
     "gigatoken": _gigatoken,
 }
-"""By name, in the order in which they are tried; each reads ``tokenizer.json`` in a folder. docs/render.md says what
+"""By name; each reads ``tokenizer.json`` in a folder. docs/render.md says what
 they and others were found to be."""
 
 

@@ -83,6 +83,21 @@ def parse_flags(flags: Sequence[str]) -> Namespace:
     return args
 
 
+async def prepare(args: Namespace) -> None:
+    """Loads the plugins that parsed flags name, and looks whether the model and tokenizer are there.
+
+    Raises:
+        TrivetError: one is not.
+    """
+    if args.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if args.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
+    await asyncio.to_thread(look_for, args.model, args.revision)
+    if args.tokenizer:
+        await asyncio.to_thread(look_for, args.tokenizer, args.tokenizer_revision)
+
+
 @contextlib.asynccontextmanager
 async def open_frontend(
     flags: Sequence[str], engine: TokenEngine, tokenizing: TokenizingSettings | None = None
@@ -98,13 +113,7 @@ async def open_frontend(
         TrivetError: bad flags, or a model whose config or tokenizer cannot be read.
     """
     args = parse_flags(flags)
-    if args.tool_parser_plugin:
-        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
-    if args.reasoning_parser_plugin:
-        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
-    await asyncio.to_thread(look_for, args.model, args.revision)
-    if args.tokenizer:
-        await asyncio.to_thread(look_for, args.tokenizer, args.tokenizer_revision)
+    await prepare(args)
     served = list(args.served_model_name or [args.model])
     core = SplitCore(engine, served[0])
     try:

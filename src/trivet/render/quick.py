@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -51,8 +52,12 @@ def shorten(app: FastAPI, inline_bytes: int) -> None:
     if getattr(app.state, "serving_render", None) is None:
         return
     serving.GenerateRequest = _unchecked  # by which name its handlers make their answers
-    found = [route for route in app.router.routes if isinstance(route, APIRoute) and route.path in _ROUTES]
-    app.router.routes[0:0] = [_Short(app, route, *_ROUTES[route.path], inline_bytes) for route in found]
+    short = [
+        _Short(route, *_ROUTES[route.path], app.state.serving_render, inline_bytes)
+        for route in app.router.routes
+        if isinstance(route, APIRoute) and route.path in _ROUTES
+    ]
+    app.router.routes[0:0] = short
 
 
 def _unchecked(**fields: Any) -> GenerateRequest:
@@ -66,9 +71,12 @@ def _unchecked(**fields: Any) -> GenerateRequest:
 
 
 class _Short(BaseRoute):
-    def __init__(self, app: FastAPI, route: APIRoute, model: type[BaseModel], handler: str, inline_bytes: int) -> None:
-        self._app, self._route, self._model, self._handler = app, route, model, handler
-        self._inline = inline_bytes
+    def __init__(
+        self, route: APIRoute, model: type[BaseModel], handler: str, handlers: serving.ServingRender, inline_bytes: int
+    ) -> None:
+        self._route, self._model, self._inline = route, model, inline_bytes
+        self._handle = getattr(handlers, handler)
+        self._takes_request = len(inspect.signature(self._handle).parameters) > 1  # not in vLLM 0.30
         self.path, self.methods = route.path, route.methods  # other code looks through an application's routes
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
@@ -100,26 +108,12 @@ class _Short(BaseRoute):
             return None
         try:
             asked = self._model.model_validate(_parse(body))
-            handle = getattr(self._app.state.serving_render, self._handler)
-            rendering = _call(handle, asked, request)
+            rendering = self._handle(asked, request) if self._takes_request else self._handle(asked)
             rendered = await (rendering if len(body) <= self._inline else inbox.unless_left(rendering))
             return None if rendered is None else _answer_of(rendered)
         except Exception as error:  # whatever it is: vLLM's route meets it as well, and knows how to tell it
             logger.debug("%s is left to vLLM's route: %s", self.path, type(error).__name__)
             return None
-
-
-async def _call(handle: Any, asked: BaseModel, request: Request) -> Any:
-    try:
-        return await handle(asked, request)
-    except TypeError:
-        if not _takes_no_request(handle):
-            raise
-        return await handle(asked)
-
-
-def _takes_no_request(handle: Any) -> bool:
-    return bool(handle.__func__.__code__.co_argcount == 2)  # self and what was asked: vLLM 0.30
 
 
 def _answer_of(rendered: Any) -> tuple[int, bytes] | None:

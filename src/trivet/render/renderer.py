@@ -22,18 +22,15 @@ _KNOWN = 16
 """Lists of ids that wait for the event loop to come to them; there is one thread, unless told otherwise."""
 
 
-def render_at_once(renderer: BaseRenderer[Any], inline_characters: int) -> bool:
-    """Puts the shorter way on a renderer, in place.
+def render_at_once(renderer: BaseRenderer[Any], inline_characters: int) -> None:
+    """Puts the shorter way on a renderer, in place, if it is one whose two ways are known to do the same.
 
     Args:
         inline_characters: texts up to so long are rendered on the event loop; -1 where a request's template, which may
             never end, can be among them.
-
-    Returns:
-        Whether it is one whose two ways are known to do the same.
     """
     if type(renderer) is not HfRenderer or renderer.model_config.enable_prompt_embeds:
-        return False
+        return
     theirs_chat, theirs_cmpl = renderer.render_chat_async, renderer.render_cmpl_async
     remember_messages(parse_chat_messages)
     has_timeout = hasattr(renderer, "_render_with_timeout")  # not in vLLM 0.30
@@ -74,7 +71,6 @@ def render_at_once(renderer: BaseRenderer[Any], inline_characters: int) -> bool:
 
     renderer.render_chat_async = render_chat_async
     renderer.render_cmpl_async = render_cmpl_async
-    return True
 
 
 def _spare_validation(renderer: BaseRenderer[Any]) -> Callable[[Sequence[Any]], None]:

@@ -210,7 +210,7 @@ class SegmentCache:
         self._takes, self._quick = quick or (_any_text, encode)
         self._kept: OrderedDict[str, Sequence[int]] = OrderedDict()
         self._lock = threading.Lock()
-        self._time = 0
+        self._generation = 0
         """Raised when all is forgotten: what was made before is then not kept any more."""
         self._bytes = self._found = self._asked = 0
 
@@ -219,7 +219,7 @@ class SegmentCache:
         with self._lock:
             self._kept.clear()
             self._bytes = 0
-            self._time += 1
+            self._generation += 1
 
     @property
     def figures(self) -> CacheFigures:
@@ -261,7 +261,7 @@ class SegmentCache:
         """The ids of each, those that are not there made now."""
         known: dict[str, Sequence[int]] = {}
         with self._lock:
-            time = self._time
+            generation = self._generation
             for segment in segments:
                 self._asked += len(segment)
                 if (ids := self._kept.get(segment)) is not None:
@@ -273,7 +273,7 @@ class SegmentCache:
         with self._lock:
             for segment, ids in made.items():
                 size = _size(segment, ids)
-                if segment in self._kept or size > self._capacity or time != self._time:
+                if segment in self._kept or size > self._capacity or generation != self._generation:
                     continue
                 self._kept[segment] = ids
                 self._bytes += size

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import socket
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -17,16 +16,18 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.render.app_state import init_render_app_state
-from vllm.reasoning import ReasoningParserManager
-from vllm.tool_parsers import ToolParserManager
 
 from trivet.errors import TrivetError
-from trivet.render.frontend import parse_flags, refused_flags, render_config, root_logger_kept, unreadable_model
-from trivet.render.hub import look_for
+from trivet.render.frontend import (
+    parse_flags,
+    prepare,
+    refused_flags,
+    render_config,
+    root_logger_kept,
+    unreadable_model,
+)
 from trivet.render.quicken import quicken, told_of
 from trivet.render.tokenizing import TokenizingSettings
-
-logger = logging.getLogger(__name__)
 
 _INLINE_CHARACTERS = 64 * 2**10
 """Texts up to so long are rendered on the event loop: some milliseconds, in which no stream waits here."""
@@ -39,13 +40,7 @@ async def open_render_app(args: Namespace, settings: TokenizingSettings) -> Fast
     Raises:
         TrivetError: bad flags, or a model whose config or tokenizer cannot be read.
     """
-    if args.tool_parser_plugin:
-        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
-    if args.reasoning_parser_plugin:
-        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
-    look_for(args.model, args.revision)
-    if args.tokenizer:
-        look_for(args.tokenizer, args.tokenizer_revision)
+    await prepare(args)
     try:
         config = render_config(args)
     except Exception as error:

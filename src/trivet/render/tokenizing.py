@@ -44,7 +44,7 @@ class TokenizingSettings:
     cache_bytes: int = 64 * 2**20
     """For ids of segments, in this process; 0 keeps none."""
     fast: Sequence[str] = tuple(CANDIDATES)
-    """Fast tokenizers to be tried, the first that is shown to be equal is used; none leaves it to the reference."""
+    """Fast tokenizers to be tried, the fastest that is shown to be equal is used; none leaves it to the reference."""
     verdicts: Path | None = field(default_factory=lambda: _verdicts())
     """Where results of the comparison are kept, which takes seconds; None keeps none."""
 

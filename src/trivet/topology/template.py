@@ -24,7 +24,7 @@ tiers:
     # flags: {tool-call-parser: hermes, enable-auto-tool-choice: true}
     # env: {}                 # of the gateway's workers
     # cache_mib: 64           # of each worker, for token ids of text that came before
-    # fast_tokenizer: auto    # off: the reference, tokenizers, alone
+    # fast_tokenizer: auto    # "off": the reference, tokenizers, alone
     # servers: ["http://127.0.0.1:9000"]  # `trivet render FILE`: make token ids of prompts in the workers' place
   prefill:
     replicas: 1
