@@ -124,6 +124,25 @@ def test_every_engine_serves_tokens_and_tells_its_cached_ones(machine):
         assert value(engine, "enable-prompt-tokens-details") is None
 
 
+@pytest.mark.parametrize("machine", [cpu(), gpu()])
+def test_every_engine_tells_its_config(machine):
+    from trivet.fleet.told import MIDDLEWARE
+
+    assert {value(engine, "middleware") for engine in plan_of(SPLIT, machine).engines} == {MIDDLEWARE}
+
+
+@pytest.mark.parametrize("flags", ['["--middleware", "a.b"]', "{middleware: a.b}"])
+def test_middleware_of_the_topology_is_a_further_one(flags):
+    engine = plan_of(f"flags: {flags}\n{SPLIT}", cpu()).engine("decode-0")
+    words = engine.arguments()
+    assert [b for a, b in itertools.pairwise(words) if a == "--middleware"] == ["trivet.fleet.told.EngineFacts", "a.b"]
+
+
+def test_simulated_engines_have_no_middleware():
+    engine = plan_of("tiers: {prefill: {device: sim}, decode: {device: sim}}", cpu()).engine("decode-0")
+    assert "middleware" not in names(engine)
+
+
 def test_cpu_engines_start_without_compiling():
     engine = plan_of(SPLIT, cpu()).engine("prefill-0")
     assert value(engine, "enforce-eager") is None

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from trivet.cli import demo, engine, reload, render, sim, status, topology, up
+from trivet.cli import check, demo, engine, reload, render, sim, status, topology, up
 from trivet.cli.common import console_error, version_callback
 from trivet.errors import TrivetError
 
@@ -21,6 +21,7 @@ app.command()(demo.demo)
 app.command()(up.up)
 app.command()(reload.reload)
 app.command()(status.status)
+app.command(name="check", cls=check.JsonMayBeAlone)(check.check_command)
 app.command()(engine.engine)
 app.command(
     options_metavar="MODEL [OPTIONS]", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}

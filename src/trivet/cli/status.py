@@ -39,7 +39,7 @@ def status(
             f"{gateway!r} is no URL of a gateway", mend="write --url http://HOST:PORT, such as http://127.0.0.1:8000"
         )
     trusted = _trusted(certificate or (last_certificate() if url is None else None))
-    facts = asyncio.run(_ask(gateway.rstrip("/"), api_key, trusted))
+    facts = asyncio.run(ask_status(gateway.rstrip("/"), api_key, trusted))
     if as_json:
         typer.echo(json.dumps(facts, indent=1))
         return
@@ -108,7 +108,12 @@ def _trusted(certificate: Path | None) -> ssl.SSLContext | None:
         ) from None
 
 
-async def _ask(gateway: str, api_key: str | None, trusted: ssl.SSLContext | None = None) -> dict[str, Any]:
+async def ask_status(gateway: str, api_key: str | None, trusted: ssl.SSLContext | None = None) -> dict[str, Any]:
+    """What a gateway answers on ``/trivet/status``.
+
+    Raises:
+        TrivetError: it does not answer, or not this client.
+    """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = aiohttp.ClientTimeout(total=15)
     try:

@@ -37,6 +37,25 @@ class Need:
     """What a person types to get it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Likeness:
+    """How far the two engines of a pair may differ, beyond what every connector needs of both.
+
+    Every one copies bytes of one model's KV: vLLM version, model, dtype, KV dtype and layout must be the same.
+    """
+
+    refused: str
+    """What becomes of a pair that differs too far, in a few words."""
+    larger_decode_blocks: bool = False
+    """Whether decode's block may be several of prefill's, where decode has as many tensor-parallel ranks or more."""
+    other_ranks: bool = False
+    """Whether the one side's tensor-parallel ranks may be several times the other's."""
+    roles_decide: bool = True
+    """Whether ``kv_role`` decides what an engine does."""
+    speculates: bool = False
+    """Whether engines may speculate."""
+
+
 class Connector(Protocol):
     """One of vLLM's KV connectors, or Trivet's own, as the rest of Trivet sees it.
 
@@ -189,6 +208,23 @@ class Connector(Protocol):
 
         None if prefill holds nothing.
         """
+        ...
+
+    def own_count(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        """``decode_params`` under which decode's ``usage`` tells how much of the prompt it had or was handed itself.
+
+        It may be left to tell prefill's count in place of its own, which is what a client wants to see.
+        """
+        ...
+
+    @property
+    def likeness(self) -> Likeness:
+        """How far the two engines of a pair may differ."""
+        ...
+
+    @property
+    def addressed_by_hash(self) -> bool:
+        """Whether KV is found by the hashes of whole blocks, so that decode computes the last, partial one itself."""
         ...
 
     @property

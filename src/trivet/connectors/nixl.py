@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trivet.connectors.base import EngineSettings, Need, Side
+from trivet.connectors.base import EngineSettings, Likeness, Need, Side
 
 # Without these, decode claims the tokens, starts no transfer, and the request is parked for ever.
 _DECODE_NEEDS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
@@ -29,6 +29,17 @@ class NixlConnector:
     released_at = Side.DECODE
     one_host = False
     rank_to_rank = False
+    addressed_by_hash = False
+    # vLLM 0.30 and 0.32, nixl/metadata.py: compute_nixl_compatibility_hash has the version, the --model text, dtypes,
+    # heads, layers, attention backend, hybrid manager, what EAGLE drafts with, and push or pull. Ranks, block size and
+    # layout are compared in base_worker.py: _validate_remote_agent_handshake. Nobody compares weights.
+    likeness = Likeness(
+        refused="NIXL's handshake refuses it at the first request",
+        larger_decode_blocks=True,
+        other_ranks=True,
+        roles_decide=False,
+        speculates=True,
+    )
     bytes_metric = "vllm:nixl_bytes_transferred_sum"
 
     def needs(self, device: str) -> Sequence[Need]:
@@ -122,6 +133,10 @@ class NixlConnector:
         if any(answered.get(key) is None for key in _DECODE_NEEDS):
             return None
         return dict(answered)
+
+    def own_count(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Without prefill's count, which vLLM 0.32 would tell in place of decode's own (``RequestState``)."""
+        return {name: value for name, value in params.items() if name != "remote_prefill_cached_tokens"}
 
     def release_params(self, answered: Mapping[str, Any]) -> dict[str, Any] | None:
         """A decode request with these, aborted before or after it is scheduled, notifies prefill."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trivet.connectors.address import default_address
-from trivet.connectors.base import EngineSettings, Need, Side
+from trivet.connectors.base import EngineSettings, Likeness, Need, Side
 from trivet.connectors.options import MOVER_DEVICES, MOVERS, Options
 
 
@@ -29,6 +29,9 @@ class TrivetConnector:
     released_at = Side.PREFILL
     one_host = True
     rank_to_rank = True
+    addressed_by_hash = False
+    # trivet.transfer.identity: compared when two engines first meet; decode then computes prompts itself
+    likeness = Likeness(refused="TrivetConnector refuses it when the two meet, and decode computes each prompt itself")
     bytes_metric = "vllm:trivet_kv_bytes_total"
 
     def needs(self, device: str) -> Sequence[Need]:  # noqa: ARG002  (the protocol names it)
@@ -102,6 +105,10 @@ class TrivetConnector:
     def decode_params(self, answered: Mapping[str, Any] | None) -> dict[str, Any] | None:
         """Unused: see ``rendezvous``."""
         raise NotImplementedError
+
+    def own_count(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        """As they are: decode knows no other count."""
+        return params
 
     def release_params(self, answered: Mapping[str, Any]) -> dict[str, Any] | None:
         """A request with these makes prefill free the transfer's KV, held or not; also from what prefill was asked."""

@@ -45,6 +45,10 @@ _OF_A_DEVICE: Mapping[str, str] = {
 _TO_LISTEN: Mapping[str, str] = {"zmq": "pyzmq", "msgspec": "msgspec"}
 """What listening to KV events needs: modules, and the packages that they are in."""
 
+_TELLS_OF_ITSELF = "trivet.fleet.told.EngineFacts"
+_GIVEN_BESIDE_OTHERS = frozenset({"middleware"})
+"""Flags of which vLLM takes several: one of the topology's is a further one."""
+
 _FIRST_HTTP_PORT = 8100
 _FIRST_KV_PORT = 5600
 
@@ -428,7 +432,9 @@ class _Planner:
             kv_events=kv_events,
             gpus=gpus,
             cores=cores,
-            settings=tuple(setting for name, setting in settings.items() if name not in given),
+            settings=tuple(
+                setting for name, setting in settings.items() if name not in given or name in _GIVEN_BESIDE_OTHERS
+            ),
             own_flags=own_flags,
             last_settings=tuple(_last_settings(own_flags)) if self._topology.gateway.plane == "tokens" else (),
             env=tuple(env.values()),
@@ -517,6 +523,8 @@ class _Planner:
             yield Setting("max-model-len", str(model.max_length), "equal on all tiers: what one takes, all must take")
         yield Setting("enable-scale-out", None, "serves /inference/v1/generate, which the gateway speaks")
         yield Setting("enable-prompt-tokens-details", None, "tells how many prompt tokens were cached")
+        if entry.device != SIM:
+            yield Setting("middleware", _TELLS_OF_ITSELF, "tells `trivet check` its resolved config (/trivet/engine)")
         if entry.device == "cpu":
             yield Setting("enforce-eager", None, "starts in seconds; compiling gains little on small CPU models")
         batched, sequences, why_batched, why_sequences = _TIER_LIMITS[entry.device][entry.tier]
