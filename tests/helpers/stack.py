@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import aiohttp
@@ -20,7 +20,7 @@ from trivet.gateway.app import GENERATING, GatewayApp, Rules
 from trivet.gateway.metrics import GatewayMetrics
 from trivet.gateway.text import TextApp
 from trivet.journal import GenerationRecord
-from trivet.legs.life import Legs
+from trivet.legs.life import Legs, Trouble
 from trivet.legs.watch import Patience
 from trivet.legs.wire import open_session
 from trivet.render.contract import TokenRequest
@@ -41,6 +41,8 @@ class Stack:
         board, ring = settings.pop("board", None), settings.pop("ring", lambda _: None)
         self.engines = Engines(board=board)
         self.records: list[GenerationRecord] = []
+        self.troubled: Callable[[Trouble], None] = lambda _: None
+        """Told of what goes wrong between two engines."""
         self.metrics = GatewayMetrics()
         self.legs = Legs(
             self.engines,
@@ -49,6 +51,7 @@ class Stack:
             self._ended,
             settings.pop("patience", Patience()),
             knowledge=settings.pop("knowledge", None),
+            troubled=lambda trouble: self.troubled(trouble),
         )
         limits = {"running": 1024, "queued": 1024, "queue_s": 30.0} | settings
         self.admission = Admission(**limits) if board is None else SharedAdmission(**limits, board=board, ring=ring)

@@ -18,7 +18,9 @@ from enum import IntEnum
 from types import TracebackType
 from typing import NamedTuple, Protocol
 
-LAYOUT = 2
+from trivet.routing.proofs import Proof
+
+LAYOUT = 3
 """Version of what follows. Workers are started anew with the code of their service, so no other is ever read."""
 
 _MAGIC = int.from_bytes(b"trivetbd", "little")
@@ -34,7 +36,7 @@ _ROWS = 1024
 
 _HEAD_CELLS = 16
 _ENGINE_CELLS = 3  # tokens, legs, turn: each a run of as many cells as there are slots
-_PAIR_CELLS = 4  # mean, count, both generations
+_PAIR_CELLS = 8  # mean, count, both generations; proof, both generations, the last trouble: a cache line
 
 _ALIVE_NS = 1_500_000_000
 BEAT_S = 0.5
@@ -60,7 +62,7 @@ class Count(IntEnum):
 
 
 _BEAT, _TURN = 0, 1
-_HEARD = 8
+_HEARD, _TROUBLED = 8, 9
 
 
 class BoardError(Exception):
@@ -240,10 +242,44 @@ class Board:
         if prefill.slot is None or decode.slot is None:
             return None
         at = self._pair(prefill.slot, decode.slot)
-        mean, count, of_prefill, of_decode = self._cells[at : at + _PAIR_CELLS].tolist()
+        mean, count, of_prefill, of_decode = self._cells[at : at + 4].tolist()
         if not count or (of_prefill, of_decode) != (prefill.generation, decode.generation):
             return None
         return Handover(mean / 1e9, count)
+
+    def note_proof(self, prefill: Seated, decode: Seated, proof: Proof) -> None:
+        """Says how a pair stands, as both engines were started last. Only the worker that leads does."""
+        if prefill.slot is None or decode.slot is None:
+            return
+        cells, at = self._cells, self._pair(prefill.slot, decode.slot)
+        if (cells[at + 5], cells[at + 6]) != (prefill.generation, decode.generation):
+            cells[at + 4] = Proof.UNPROVEN  # first, so that nobody takes the old verdict for the new engines'
+            cells[at + 5], cells[at + 6] = prefill.generation, decode.generation
+        cells[at + 4] = proof
+
+    def proof(self, prefill: Seated, decode: Seated) -> Proof:
+        """How a pair stands, as its engines were started last."""
+        if prefill.slot is None or decode.slot is None:
+            return Proof.UNPROVEN
+        at = self._pair(prefill.slot, decode.slot)
+        proof, of_prefill, of_decode = self._cells[at + 4 : at + 7].tolist()
+        return Proof(proof) if (of_prefill, of_decode) == (prefill.generation, decode.generation) else Proof.UNPROVEN
+
+    def note_trouble(self, prefill: Seated, decode: Seated) -> None:
+        """Says that something has just gone wrong between two engines, so that the worker that leads looks at them."""
+        if prefill.slot is None or decode.slot is None:
+            return
+        at_ns = time.monotonic_ns()
+        self._cells[self._pair(prefill.slot, decode.slot) + 7] = at_ns
+        self._cells[self._mine() + _TROUBLED] = at_ns
+
+    def last_trouble_s(self, prefill: Seated | None = None, decode: Seated | None = None) -> float:
+        """When something went wrong last between two engines, or any, on the monotonic clock; 0 if nothing has."""
+        if prefill is None or decode is None:
+            return self._max(_TROUBLED) / 1e9
+        if prefill.slot is None or decode.slot is None:
+            return 0.0
+        return self._cells[self._pair(prefill.slot, decode.slot) + 7] / 1e9
 
     # workers
 
@@ -295,7 +331,9 @@ class Board:
             self._cells[self._row(worker) + turns] = 0
         for other in range(self.engines):
             for at in (self._pair(slot, other), self._pair(other, slot)):
-                if self._cells[at + 1]:  # a page that nobody has touched stays so
+                if (
+                    self._cells[at + 1] or self._cells[at + 4] or self._cells[at + 7]
+                ):  # a page that nobody has touched stays so
                     self._zero(at, at + _PAIR_CELLS)
 
     # regions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trivet.routing.engines import Engines, EngineView
@@ -9,6 +10,7 @@ from trivet.routing.handovers import Handovers
 from trivet.routing.held import Held
 from trivet.routing.policy import ALWAYS, Policy, Reason, Ways
 from trivet.routing.prefixes import NOTHING, Known, Prefix, PrefixTable
+from trivet.routing.proofs import Proof
 
 _CACHED_AT_DECODE = 0.125
 """What a token that decode has cached is worth beside one that waits there: it need not be moved.
@@ -16,6 +18,9 @@ _CACHED_AT_DECODE = 0.125
 Moving an 8,000-token prompt takes a fifth of the time of computing it with NixlConnector (48 of 213 ms on H200), and
 nearly none with TrivetConnector, which moves while prefill computes. So it only decides between engines about as busy.
 """
+
+_TOLD = 4
+"""Bad pairs that are named; the others are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,8 @@ def choose(
       cache saves;
     - decode: outstanding tokens, less a part of those that are cached there and need not be moved.
 
-    Of equals the one is taken whose turn was longest ago. Colocated requests go to a mixed engine, else to a decode
+    Of equals the one is taken whose turn was longest ago. Pairs that are known to be bad are left out, and those that
+    are not proven yet while there are others (``Proof``). Colocated requests go to a mixed engine, else to a decode
     engine (which then computes the prompt itself) where the connector lets one do that.
 
     Args:
@@ -81,11 +87,38 @@ def choose(
     scale = _Scale(engines, avoid, prompt, knowledge)
     if colocate is None:
         prefill, decode = scale.lightest("prefill"), scale.lightest("decode", _CACHED_AT_DECODE)
-        if prefill is not None and decode is not None:
-            return scale.split_or_not(prefill, decode)
-        colocate, because = _what_is_missing(engines, prefill), Reason.NO_PAIR
+        if prefill is None or decode is None:
+            colocate, because = _what_is_missing(engines, prefill), Reason.NO_PAIR
+        elif (pair := scale.proven(prefill, decode)) is not None:
+            return scale.split_or_not(*pair)
+        else:
+            colocate, because = f"no pair passes its canary: {told_of_bad(engines)}", Reason.PAIR_BAD
     alone = scale.alone()
     return None if alone is None else Route(alone, None, colocate, because, scale.cached(alone))
+
+
+def another_decode(engines: Engines, holder: EngineView, avoid: frozenset[str]) -> EngineView | None:
+    """The decode engine that KV is offered to which ``holder`` has, when the one it was for does not take it."""
+    scale = _Scale(engines, avoid, None, None)
+    if scale.lightest("prefill") is None:
+        return None
+    takers = [one for one in scale.by_cost("decode") if not engines.proof(holder, one).is_bad]
+    return min(takers, key=lambda one: not engines.proof(holder, one).serves, default=None)
+
+
+def bad_pairs(engines: Engines) -> list[tuple[EngineView, EngineView, Proof]]:
+    """Pairs of engines that are ready and get no request, as they are known to be bad."""
+    if not engines.guarded:
+        return []
+    pairs = [(one, other) for one in engines.ready("prefill") for other in engines.ready("decode")]
+    judged = [(*pair, engines.proof(*pair)) for pair in pairs]
+    return [one for one in judged if one[2].is_bad]
+
+
+def told_of_bad(engines: Engines) -> str:
+    """The bad pairs in words for a person, each with the cause; empty if there is none."""
+    told = [f"{prefill.name} -> {decode.name} ({proof.word})" for prefill, decode, proof in bad_pairs(engines)]
+    return ", ".join([*told[:_TOLD], f"and {len(told) - _TOLD} more"] if len(told) > _TOLD else told)
 
 
 class _Scale:
@@ -118,14 +151,40 @@ class _Scale:
 
     def lightest(self, tier: str, worth: float = 1.0) -> EngineView | None:
         """The engine of a tier with the least to do, where a cached token is worth so many outstanding ones."""
+        return min(self._candidates(tier), key=self._cost(worth), default=None)
 
+    def by_cost(self, tier: str, worth: float = 1.0) -> list[EngineView]:
+        """Those of a tier, the one with the least to do first."""
+        return sorted(self._candidates(tier), key=self._cost(worth))
+
+    def proven(self, prefill: EngineView, decode: EngineView) -> tuple[EngineView, EngineView] | None:
+        """These two, the lightest; where their pair does not serve, the lightest that does; None if all are bad.
+
+        Prefill is chosen first, as its queue and its cache weigh more.
+        """
+        if self._engines.proof(prefill, decode).serves:
+            return prefill, decode
+        unproven: tuple[EngineView, EngineView] | None = None
+        decodes = self.by_cost("decode", _CACHED_AT_DECODE)
+        for one in self.by_cost("prefill"):
+            for other in decodes:
+                proof = self._engines.proof(one, other)
+                if proof.serves:
+                    return one, other
+                if unproven is None and not proof.is_bad:
+                    unproven = one, other
+        return unproven
+
+    def _candidates(self, tier: str) -> list[EngineView]:
+        return [view for view in self._engines.ready(tier) if view.name not in self._avoid]
+
+    def _cost(self, worth: float) -> Callable[[EngineView], tuple[float, int, str]]:
         def cost(view: EngineView) -> tuple[float, int, str]:
             """The prompt's own tokens are the same for all; of equals, the one whose turn was longest ago."""
             work = self.outstanding_tokens(view) - worth * self.cached(view).tokens
             return work, self._engines.last_turn(view.name), view.name
 
-        candidates = [view for view in self._engines.ready(tier) if view.name not in self._avoid]
-        return min(candidates, key=cost, default=None)
+        return cost
 
     def alone(self) -> EngineView | None:
         """The engine that would serve the prompt colocated."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trivet.routing.board import Board
+from trivet.routing.proofs import Proof
 from trivet.routing.slots import Slots
 
 
@@ -86,6 +87,8 @@ class Engines:
         self.decode_serves_whole = decode_serves_whole
         self.board = board or Board.private()
         """Where loads, turns and handovers are counted."""
+        self.guarded = False
+        """Canaries are sent through pairs, so that ``proof`` counts for those who choose."""
         self._own_slots = Slots(self.board) if board is None else None
         self._slots: dict[str, int] = {}
         """Also of engines that have left: legs may still run there."""
@@ -121,6 +124,10 @@ class Engines:
     def all(self) -> list[EngineView]:
         """Every engine."""
         return list(self._views.values())
+
+    def proof(self, prefill: EngineView, decode: EngineView) -> Proof:
+        """How a pair stands; where nobody sends canaries, every pair serves."""
+        return self.board.proof(prefill, decode) if self.guarded else Proof.OPEN
 
     @contextlib.contextmanager
     def watching(self, view: EngineView, left: Callable[[], None]) -> Iterator[None]:

@@ -39,6 +39,8 @@ class Reason(StrEnum):
     """Colocated: something that the request wants cannot be split."""
     NO_PAIR = "no_pair"
     """Colocated: no prefill engine is ready, or no decode engine, or the topology has none."""
+    PAIR_BAD = "pair_bad"
+    """Colocated: engines are ready, and no pair of them passes its canary."""
     ONE_TOKEN = "one_token"
     """Prefill alone: its token is the whole answer."""
     RETRY = "retry"

@@ -10,11 +10,12 @@ gets.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -163,6 +164,8 @@ REGION = "prefixes"
 """The name of the table's memory on the board that workers share."""
 TABLE_BYTES = 2**19 * _SLOT_BYTES
 """Of a table of half a million chunks (33 million tokens): the caches of some thirty engines with a million each."""
+_LEARNT_AT_ONCE = 512
+"""Chunks: half a millisecond."""
 _LEAST_HORIZON_S = 1.0
 _DOUBTS_S = 300.0
 """How long it is believed that an engine has forgotten what is older than some age."""
@@ -261,6 +264,14 @@ class PrefixTable:
                 place = start + ages.index(min(ages))
                 tags[place] = tag
                 stamps[place] = now
+
+    async def learn_in_turns(self, prefix: Prefix, engine: EngineView) -> None:
+        """As ``learn``; of a long prompt in pieces, between which others have their turns."""
+        hashes = prefix.hashes
+        for since in range(0, len(hashes), _LEARNT_AT_ONCE):
+            if since:
+                await asyncio.sleep(0)
+            self.learn(replace(prefix, hashes=hashes[since : since + _LEARNT_AT_ONCE]), engine)
 
     def correct(self, engine: EngineView, expected: Known, cached_tokens: int) -> None:
         """Holds what was expected of an engine against what it says itself.

@@ -173,6 +173,14 @@ class Exchange:
                 sequence.loses_at = fault.after_tokens
             elif fault.kind == "withhold":
                 sequence.withholds = True
+            elif fault.kind == "corrupt":
+                sequence.is_corrupted = True
+            elif fault.kind == "waver":
+                sequence.first_rank = fault.rank
+            elif fault.kind == "uncounted":
+                sequence.is_uncounted = True
+            elif fault.kind == "dull":
+                sequence.is_dull = True
         return sequence
 
     async def _stream(self, ask: Ask, form: Form, sink: Sink) -> web.StreamResponse:

@@ -26,6 +26,10 @@ Kind = Literal[
     "close_idle",
     "withhold",
     "lose",
+    "corrupt",
+    "waver",
+    "uncounted",
+    "dull",
 ]
 KINDS: tuple[str, ...] = get_args(Kind)
 AT_ONCE = ("refuse", "mute")
@@ -62,6 +66,10 @@ class Fault:
     - ``withhold``: a prefill leg is computed and answered, and hands nothing over
     - ``lose``: the KV of a decode leg does not come. With TrivetConnector of either leg: the two lose each other when
       prefill begins, or, with ``after_tokens`` 1, between its token and the last piece of KV
+    - ``corrupt``: KV that was handed over to this request is wrong, so that another answer follows from it
+    - ``waver``: behind KV that was handed over, the first token made here is not the likeliest but the ``rank``-th
+    - ``uncounted``: KV that was handed over to this request is missing in the engine's metrics
+    - ``dull``: the answer is the same whatever the prompt, as a model's with dummy weights
     """
 
     leg: str | None = None
@@ -92,6 +100,8 @@ class Fault:
     reason: str = "error"
     """``error`` or ``abort``."""
     exit_status: int = 1
+    rank: int = 2
+    """Of ``waver``; the likeliest token has rank 1."""
 
     def __post_init__(self) -> None:
         self._check("kind", self.kind in KINDS, f"one of {', '.join(KINDS)}")
@@ -102,6 +112,7 @@ class Fault:
         self._check("uses", self.uses is None or (_is_whole(self.uses) and self.uses >= 1), "1 or more, or null")
         self._check("after_tokens", _is_whole(self.after_tokens) and self.after_tokens >= 0, "0 or more")
         self._check("status", _is_whole(self.status) and 200 <= self.status <= 599, "an HTTP status")
+        self._check("rank", _is_whole(self.rank) and self.rank >= 2, "2 or more")
         self._check("factor", _is_number(self.factor) and self.factor > 0, "above 0")
         self._check("for_s", self.for_s is None or (_is_number(self.for_s) and self.for_s >= 0), "seconds, or null")
         self._check(

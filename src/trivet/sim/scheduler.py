@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trivet.sim.pool import BlockPool, Keys
 from trivet.sim.settings import SimSettings
 from trivet.sim.stats import Stats
-from trivet.sim.tokens import Walk
+from trivet.sim.tokens import Walk, candidates
 
 if TYPE_CHECKING:
     from trivet.sim.connector import Connector
@@ -103,6 +103,15 @@ class SimSequence:
     pause_ends_s: float | None = None
     end_at: tuple[int, End] | None = None
     """Tokens after which it ends in a given way, whatever was asked."""
+
+    is_corrupted: bool = False
+    """A fault: KV that comes from prefill is another prompt's."""
+    first_rank: int = 1
+    """A fault: which of the likeliest tokens is the first that is made behind KV from prefill; 1 is the likeliest."""
+    is_uncounted: bool = False
+    """A fault: KV that comes is not in the metrics."""
+    is_dull: bool = False
+    """A fault: the answer does not depend on the prompt."""
 
     first_token: int | None = None
     """The first token, if prefill has handed it over. It is part of the answer, and does not come out here."""
@@ -428,8 +437,11 @@ class Scheduler:
 
     def _first(self, sequence: SimSequence, now: float) -> None:
         settings = self._settings
+        context = [*([] if sequence.is_dull else sequence.prompt), *sequence.answer]
+        if sequence.is_corrupted and sequence.external:
+            context.append(0)
         sequence.walk = Walk(
-            [*sequence.prompt, *sequence.answer],
+            context,
             vocab_size=settings.vocab_size,
             eos_token_id=settings.eos_token_id,
             eos_chance=settings.eos_chance,
@@ -445,6 +457,8 @@ class Scheduler:
         if len(sequence.answer) < sequence.min_tokens:
             banned = sequence.stop_token_ids | {self._settings.eos_token_id}
         token = walk.token(draw, banned)
+        if sequence.first_rank > 1 and sequence.external and not sequence.made:
+            token, _ = candidates(draw, token, sequence.first_rank, self._settings.vocab_size)[-1]
         walk.append(token)
         sequence.answer.append(token)
         self._stats.token(sequence, now)
@@ -487,7 +501,8 @@ class Scheduler:
             self._remember(sequence, pulled_from)
             if sequence.first_token is None:
                 sequence.computed -= 1  # computed again, for its output
-            self._stats.transferred(sequence)
+            if not sequence.is_uncounted:
+                self._stats.transferred(sequence)
         sequence.pulled = True
         sequence.fetching = None
         if sequence.first_token is not None:
