@@ -29,7 +29,11 @@ from trivet.sim import Fault
 CONNECTOR = pytest.mark.parametrize("connector", sorted(CONNECTORS))
 SIDE_CHANNEL = {"NixlConnector": "/sim/kv/pull", "TrivetConnector": "/sim/kv/open"}
 WORDS = Vocabulary.of(QUICK.vocab_size)
-BYTES_PER_TOKEN = QUICK.kv_bytes_per_token
+
+
+def kv_bytes(tokens: int) -> int:
+    """Of whole blocks."""
+    return -(-tokens // QUICK.block_size) * QUICK.block_size * QUICK.kv_bytes_per_token
 
 
 class Sent:
@@ -104,12 +108,12 @@ async def test_a_good_pair_passes_every_line(connector, tokens, old):
     more = {"vllm_version": "0.30.0"} if old else {}
     async with pair(connector, max_num_batched_tokens=256, **more) as sent:
         for _ in range(2):
-            outcome = await sent.ask(tokens, kv_bytes_expected=tokens * BYTES_PER_TOKEN, freed_within_s=5)
+            outcome = await sent.ask(tokens, kv_bytes_expected=kv_bytes(tokens), freed_within_s=5)
             assert outcome.verdict is Verdict.GOOD
             assert set(levels(outcome).values()) == {Level.PASS}, findings(outcome)
             assert set(levels(outcome)) == {"canary-error", "wrong-tokens", "recompute", "bytes", "handover", "freed"}
         assert (outcome.computed_by, outcome.was_alone, outcome.was_idle) == ("usage", True, True)
-        assert outcome.kv_bytes == tokens * BYTES_PER_TOKEN
+        assert outcome.kv_bytes == kv_bytes(tokens)
         assert len(outcome.split.tokens) == 8
         assert outcome.split.tokens == outcome.colocated.tokens
         assert sent.decode.state().handovers["pulled"] == 2
@@ -185,9 +189,9 @@ async def test_without_usage_the_counters_tell_if_nobody_else_asks(connector):
 
 async def test_fewer_bytes_than_there_must_be_are_missing():
     async with pair("NixlConnector") as sent:
-        outcome = await sent.ask(kv_bytes_expected=40 * BYTES_PER_TOKEN + 1)
+        outcome = await sent.ask(kv_bytes_expected=kv_bytes(40) + 1)
         assert outcome.verdict is Verdict.BYTES
-        outcome = await sent.ask(kv_bytes_expected=40 * BYTES_PER_TOKEN - 1)
+        outcome = await sent.ask(kv_bytes_expected=kv_bytes(40) - 1)
         assert outcome.verdict is Verdict.GOOD
         assert levels(outcome)["bytes"] is Level.WARN
 
@@ -270,7 +274,7 @@ async def test_load_disturbs_no_verdict(connector):
                 await answer_of(built, token_request(20, 300, start=300 + number))
 
         loads = [asyncio.create_task(load(number)) for number in range(12)]
-        outcomes = [await sent.ask(kv_bytes_expected=40 * BYTES_PER_TOKEN, limit_s=20) for _ in range(6)]
+        outcomes = [await sent.ask(kv_bytes_expected=kv_bytes(40), limit_s=20) for _ in range(6)]
         over.set()
         await asyncio.gather(*loads)
         assert [one.verdict for one in outcomes] == [Verdict.GOOD] * 6

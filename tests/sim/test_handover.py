@@ -89,7 +89,7 @@ async def test_what_decode_has_already_is_not_pulled_again(pair, client):
     text = (await client.get(decode, "/metrics")).content.decode()
     assert 'source="external_kv_transfer"} 9.0' in text
     assert 'source="local_cache_hit"} 32.0' in text
-    assert f'nixl_bytes_transferred_sum{{engine="0",model_name="sim"}} {9 * 131072}' in text
+    assert f'nixl_bytes_transferred_sum{{engine="0",model_name="sim"}} {16 * 131072}' in text
     assert counts(prefill, "taken") == (1,)
 
 

@@ -568,7 +568,7 @@ def divides(model: ModelLayers, tp: int) -> None:
     if tp < 1:
         raise TrivetError(f"there are {tp} TP ranks", mend="give one or more")
     if model.heads % tp:
-        fits = [one for one in range(1, model.heads + 1) if model.heads % one == 0]
+        fits = [one for one in range(1, min(model.heads, 1024) + 1) if model.heads % one == 0]
         raise TrivetError(
             f"{model.heads} attention heads cannot be divided among {tp} TP ranks",
             mend=f"give one of {', '.join(map(str, fits))}",

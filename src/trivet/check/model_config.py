@@ -76,6 +76,9 @@ KV heads (None: as many as heads), head size (None: hidden size / heads), slidin
 
 _DEFAULT_OF = {_LAYERS: 0, _HIDDEN: 1, _HEADS: 2, _KV_HEADS: 3, _HEAD_DIM: 4, _WINDOW: 5}
 
+_MOST_LAYERS = 10_000
+"""No model has so many; each is an entry of a list here."""
+
 GIVE = "give the folder or the hub name of a generative language model, with its whole config.json"
 
 
@@ -125,7 +128,8 @@ class Reading:
         return value
 
     def _checked(self, name: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 0:
+        is_count = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        if isinstance(value, bool) or not is_count or value < 0:
             raise TrivetError(f"the config of {self.model_type} has {name}: {value!r}, which is no count", mend=GIVE)
         return int(value)
 
@@ -143,7 +147,10 @@ class Reading:
 
     def layers(self) -> int:
         """How many layers there are."""
-        return self.number(*_LAYERS)
+        layers = self.number(*_LAYERS)
+        if layers > _MOST_LAYERS:
+            raise TrivetError(f"the config of {self.model_type} has {layers} layers", mend=GIVE)
+        return layers
 
     def said_layers(self) -> int | None:
         """As ``layers``; None where only a list of their types says it."""

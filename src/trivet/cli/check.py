@@ -6,15 +6,14 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
+from trivet.check import engines
 from trivet.check.kv_size import KvSize, size_of
 from trivet.check.model_config import read_config
 from trivet.check.run import Report, Wish, check
@@ -27,7 +26,6 @@ from trivet.fleet.supervisor import Fleet
 from trivet.gateway.runs import last_certificate, last_url, new_run_dir
 from trivet.gateway.service import Event, gateway_keys
 from trivet.gateway.tls import trusting
-from trivet.routing.engines import EngineView
 from trivet.topology import Plan, make_plan
 from trivet.topology.ports import PortBook
 
@@ -249,7 +247,7 @@ async def _with_engines(path: Path | None, shown: Plan, wish: Wish, console: Any
 
 
 @contextlib.asynccontextmanager
-async def _engines(path: Path | None, shown: Plan, console: Any) -> AsyncIterator[tuple[Plan, list[EngineView]]]:
+async def _engines(path: Path | None, shown: Plan, console: Any) -> AsyncIterator[tuple[Plan, list[Any]]]:
     """Engines of a topology that run: a service's, somebody else's, or started for the length of the block."""
     if (views := await _running(shown)) is not None:
         console.print("checking the engines of the service that runs", style="dim", soft_wrap=True)
@@ -257,7 +255,7 @@ async def _engines(path: Path | None, shown: Plan, console: Any) -> AsyncIterato
         return
     with open_plan(path, port=0) as plan:
         if all(one.started_by != "trivet" for one in plan.engines):
-            yield plan, [_view_of_url(plan, number) for number in range(len(plan.engines))]
+            yield plan, engines.of_urls(plan)
             return
         run_dir = new_run_dir()
         progress = Progress(console)
@@ -277,44 +275,23 @@ async def _engines(path: Path | None, shown: Plan, console: Any) -> AsyncIterato
                     starting.cancel()
                     await asyncio.gather(starting, return_exceptions=True)
             starting.result()
-            yield plan, [EngineView.parse(status.facts()) for status in fleet.engines.values()]
+            yield plan, engines.of_fleet(status.facts() for status in fleet.engines.values())
         finally:
             await fleet.stop()
 
 
-def _view_of_url(plan: Plan, number: int) -> EngineView:
-    one = plan.engines[number]
-    return EngineView(
-        one.name, one.tier, one.url, ready=True, api_key=one.api_key, kv_address=one.kv_address, slot=number
-    )
-
-
-async def _running(shown: Plan) -> list[EngineView] | None:
+async def _running(shown: Plan) -> list[Any] | None:
     """The engines of a service of this topology that was started on this machine; None if none runs."""
     gateway = last_url()
     if gateway is None:
         return None
-    certificate = last_certificate()
-    keys = gateway_keys(shown)
+    certificate, keys = last_certificate(), gateway_keys(shown)
     try:
         trusted = trusting(certificate) if certificate is not None else None
         facts = await ask_status(gateway, keys[0] if keys else None, trusted)
     except (TrivetError, OSError):
         return None
-    plans = {one.name: one for one in shown.engines}
-    engines = facts["engines"]
-    if {one["name"] for one in engines} != set(plans) or any(one["tier"] != plans[one["name"]].tier for one in engines):
-        return None  # another service's
-    assert shown.connector is not None
-    views = []
-    for one in engines:
-        view = EngineView.parse(one)
-        plan = plans[view.name]
-        address = view.kv_address or plan.kv_address
-        if plan.started_by == "trivet" and (port := urlsplit(view.url).port) is not None:
-            address = shown.connector.peer_address(port)
-        views.append(replace(view, api_key=plan.api_key, kv_address=address))
-    return views
+    return engines.of_service(shown, facts["engines"])
 
 
 # -- what is told ------------------------------------------------------------------------------------------------------

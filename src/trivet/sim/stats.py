@@ -114,7 +114,8 @@ class Stats:
 
     def transferred(self, sequence: SimSequence) -> None:
         """A sequence's KV has come."""
-        self.transfer_bytes.observe(float(sequence.external * self._settings.kv_bytes_per_token))
+        block = self._settings.block_size  # what moves is whole blocks
+        self.transfer_bytes.observe(float(-(-sequence.external // block) * block * self._settings.kv_bytes_per_token))
         self.transfer_s.observe(sequence.external * self._settings.transfer_ms_per_token / 1000)
 
     def text(self, pool: BlockPool, *, running: int, waiting: int, fetching: int) -> str:
