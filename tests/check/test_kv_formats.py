@@ -51,6 +51,10 @@ def test_a_head_takes_what_it_takes_in_vllm(kept_in, size):
     assert head_bytes(size, size, kept_in, "bfloat16") == of_vllm(size, size, kept_in)
 
 
+def test_a_slot_of_turboquant_is_even():
+    assert head_bytes(50, 50, "turboquant_k8v4", "bfloat16") == of_vllm(50, 50, "turboquant_k8v4") == 50 + 25 + 4 + 1
+
+
 @pytest.mark.parametrize("kept_in", ["auto", "fp8", "int8_per_token_head", "nvfp4"])
 def test_keys_and_values_of_unlike_sizes_are_added(kept_in):
     assert head_bytes(192, 128, kept_in, "bfloat16") == of_vllm(192, 128, kept_in)
@@ -172,5 +176,7 @@ def test_auto_is_what_a_quantized_checkpoint_says(config, expected):
 
 
 def test_a_format_that_vllm_has_not_is_refused():
-    with pytest.raises(TrivetError, match=r"'int3' is no KV cache dtype of vLLM -> give one of auto, bfloat16, float16, fp8, "):
+    with pytest.raises(
+        TrivetError, match=r"'int3' is no KV cache dtype of vLLM -> give one of auto, bfloat16, float16, fp8, "
+    ):
         cache_dtype({}, "int3", [])

@@ -138,6 +138,7 @@ NEEDED = {
 
 @pytest.mark.parametrize("model_type", DEFAULTS)
 def test_what_a_config_does_not_say_is_what_transformers_takes(model_type):
+    import vllm.config  # noqa: F401  # first: the next cannot be imported alone
     from transformers import AutoConfig
     from vllm.transformers_utils.model_arch_config_convertor import (
         MODEL_ARCH_CONFIG_CONVERTORS,
@@ -219,6 +220,7 @@ FULL, SLIDING = "full attention", "sliding window"
         (of_type("mistral", sliding_window=[None, 128]), {(FULL, None): 16, (SLIDING, 128): 16}),
         (of_type("gemma3_text", sliding_window=512, sliding_window_pattern=4), {(SLIDING, 512): 24, (FULL, None): 8}),
         (of_type("cohere2", sliding_window=512), {(SLIDING, 513): 24, (FULL, None): 8}),
+        (of_type("gemma4_text", sliding_window=512), {(SLIDING, 512): 26, (FULL, None): 6}),  # the last one too
         (of_type("exaone4", sliding_window=None), {(FULL, None): 32}),
         (of_type("exaone4", sliding_window=512, sliding_window_pattern="LG"), {(SLIDING, 512): 16, (FULL, None): 16}),
         (of_type("llama4_text", no_rope_layers=[]), {("chunked local attention", 8192): 24, (FULL, None): 8}),
@@ -291,6 +293,8 @@ def test_every_known_model_is_known(name):
         (of_type("other", layer_types=["linear_attention"] * 32), "layers with a state"),
         (of_type("llama", num_key_value_heads="8"), "num_key_value_heads: '8', which is no count"),
         (of_type("llama", num_key_value_heads=-8), "no count"),
+        (of_type("llama", num_key_value_heads=float("inf")), "no count"),
+        (of_type("llama", num_hidden_layers=10**9), "has 1000000000 layers"),
         (of_type("llama", num_key_value_heads=True), "no count"),
         (of_type("nemotron_h"), "neither layers_block_type nor a pattern"),
         (of_type("mamba2"), "has no mamba_num_heads"),

@@ -195,6 +195,8 @@ def test_a_long_prompt_costs_a_window_nothing():
     """gpt-oss: 18 layers of the prompt, 18 of a window of 128 in blocks of 16."""
     size = size_of(GPT_OSS)
     assert size.bytes_of(16_000) == 18 * 2048 * 16_000 + 18 * 2048 * 16 * 8
+    assert size.bytes_of(16_014) == 18 * 2048 * 16_016 + 18 * 2048 * 16 * 9
+    assert size.bytes_of(16_015) == 18 * 2048 * 16_016 + 18 * 2048 * 16 * 8
     assert size.bytes_of(16_001) == 18 * 2048 * 16_016 + 18 * 2048 * 16 * 9
     assert size_of(GPT_OSS, is_hybrid=False).bytes_of(16_000) == 36 * 2048 * 16_000
 
@@ -222,6 +224,12 @@ def test_a_state_moves_once_and_its_attention_in_large_blocks():
     assert size_of(QWEN_NEXT, block_size=1024).block_tokens == 1024
     assert size_of(QWEN_NEXT, state_dtype="float32").state_bytes > size.state_bytes
     assert size_of(MODELS["tiiuae/falcon-mamba-7b"].config).bytes_of(1) == 19_922_944
+
+
+def test_latents_beside_a_state_have_blocks_of_128():
+    """3 x 12288 x 2 + 32 x 128 x 128 x 4 bytes in pages of 1152 a token: 1885 tokens."""
+    size = size_of(MODELS["moonshotai/Kimi-Linear-48B-A3B-Instruct"].config, block_size=16)
+    assert size.block_tokens == 15 * 128
 
 
 def test_a_state_needs_the_hybrid_manager():

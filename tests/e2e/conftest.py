@@ -68,7 +68,7 @@ tiers:
   prefill: {{flags: {{max-num-seqs: {PREFILL_SEQS}}}}}
   decode: {{flags: {{num-gpu-blocks-override: {DECODE_BLOCKS}}}}}
   mixed:          # plain: vLLM without any connector, the reference
-gateway: {{port: 0, drain_s: 5, split: always, continue_answers: true}}   # the scripted processor knows where it is
+gateway: {{port: 0, drain_s: 5, split: always, continue_answers: true, guard: off}}  # the scripted processor knows
 """
 
 TEXT_TOPOLOGY = f"""\
@@ -78,7 +78,7 @@ tiers:
   prefill: {{engines: [PREFILL]}}
   decode: {{engines: [DECODE]}}
   mixed: {{engines: [MIXED]}}
-gateway: {{port: 0, drain_s: 5, plane: text, split: always}}
+gateway: {{port: 0, drain_s: 5, plane: text, split: always, guard: off}}
 """
 
 

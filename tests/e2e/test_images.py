@@ -32,7 +32,7 @@ flags:
   limit-mm-per-prompt: '{"image": 3}'
 env: {PYTHONPATH: 'PLUGINS'}
 tiers: {prefill: , decode: {flags: {num-gpu-blocks-override: BLOCKS}}, mixed: }
-gateway: {port: 0, drain_s: 5, split: always}
+gateway: {port: 0, drain_s: 5, split: always, guard: off}
 """
 TOKENS_OUT = 12
 PROMPTS = {

@@ -104,7 +104,7 @@ def head_bytes(key: int, value: int, kept_in: str, dtype: str) -> int:
         key_bits, value_bits = _TURBOQUANT[kept_in]
         packed_key = key if key_bits == 8 else -(-key * key_bits // 8) + 2
         slot = packed_key + -(-key * value_bits // 8) + 4
-        return slot
+        return slot + slot % 2
     raise TrivetError(f"{kept_in} is for latent attention (MLA) alone", mend="give --kv-cache-dtype auto or fp8")
 
 

@@ -238,7 +238,9 @@ class _Check:
                 warned("wrong-tokens", name, said, "add a mixed engine, which canaries are held against")
             )
             return
-        outcomes = await _PairCanaries(self._canaries, pair, of_prefill, of_decode, kv, self._wish, self._say).run()
+        outcomes = await _PairCanaries(
+            self._canaries, pair, of_prefill, of_decode, kv, self._connector.moves_padding, self._wish, self._say
+        ).run()
         self._outcomes[name] = tuple(outcomes)
         self._findings += merged(outcomes)
         if self._connector.name == "TrivetConnector":
@@ -296,6 +298,7 @@ class _PairCanaries:
     prefill: EngineFacts
     decode: EngineFacts
     kv: KvSize | None
+    pads: bool
     wish: Wish
     say: Say
     outcomes: list[Outcome] = field(default_factory=list)
@@ -336,7 +339,7 @@ class _PairCanaries:
             self.pair,
             vocabulary.prompt(tokens, len(self.outcomes)),
             limit_s=self.wish.limit_s,
-            kv_bytes_expected=None if self.kv is None else self.kv.bytes_of(tokens),
+            kv_bytes_expected=None if self.kv is None else self.kv.bytes_of(tokens, with_padding=self.pads),
             freed_within_s=_FREED_WITHIN_S if freed else None,
         )
         self.outcomes.append(outcome)

@@ -67,7 +67,9 @@ def check_command(
     dtype: str = typer.Option("auto", "--dtype", help="With --model: as engines are given it."),
     kv_cache_dtype: str = typer.Option("auto", "--kv-cache-dtype", help="With --model: as engines are given it."),
     tensor_parallel: int = typer.Option(1, "--tensor-parallel", min=1, help="With --model: ranks of an engine."),
-    block_size: int = typer.Option(16, "--block-size", min=1, help="With --model: tokens in a block."),
+    block_size: int | None = typer.Option(
+        None, "--block-size", min=1, help="With --model: tokens in a block.", show_default="16"
+    ),
     limit_s: float = typer.Option(60.0, "--limit-s", min=1.0, help="Longest that one answer may take."),
     json_file: str | None = typer.Option(
         None, "--json", metavar="[FILE]", help="Write all facts to a file, or instead of text if none is named."

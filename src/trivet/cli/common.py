@@ -85,12 +85,18 @@ def model_folder(topology: Topology, *, make: bool = True) -> str:
 
 @contextmanager
 def open_plan(
-    path: Path | None, *, port: int | None = None, at: str = "local", only: str | None = None
+    path: Path | None, *, port: int | None = None, at: str = "local", only: str | None = None, guarded: bool = True
 ) -> Iterator[Plan]:
-    """The plan of a topology file; its ports are held while the block runs."""
+    """The plan of a topology file; its ports are held while the block runs.
+
+    Args:
+        port: the gateway's, in place of the file's.
+        guarded: False sends no canaries, whatever the file says.
+    """
     topology = read_topology(path)
-    if port is not None:
-        topology = topology.model_copy(update={"gateway": topology.gateway.model_copy(update={"port": port})})
+    changes = ({} if port is None else {"port": port}) | ({} if guarded else {"guard": None})
+    if changes:
+        topology = topology.model_copy(update={"gateway": topology.gateway.model_copy(update=changes)})
     ports = PortBook()
     try:
         yield make_plan(topology, ports, model=model_folder(topology), at=at, only=only)

@@ -26,7 +26,7 @@ def demo(
     question = prompt or f"{PASSAGE}\n{QUESTION}"
     if json_path is not None and not json_path.absolute().parent.is_dir():
         raise TrivetError(f"{json_path}: there is no folder {json_path.parent}", mend="make it first")
-    with open_plan(None, port=0) as plan:
+    with open_plan(None, port=0, guarded=False) as plan:  # the engines' counters are to tell of the demo alone
         result = asyncio.run(_demo(plan, question, prompt or QUESTION, max_tokens))
     if json_path is not None:
         json_path.write_text(json.dumps(result.facts(), indent=1) + "\n", encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import typer
 from rich.markup import escape
@@ -77,10 +78,22 @@ def _show_render_servers(plan: Plan, path: Path | None) -> None:
         f"token ids of prompts from {', '.join(tier.servers)}",
         f"{tier.running} request(s) at once at each, {tier.queued} wait for {tier.queue_s:g} s at most, each takes "
         f"{tier.timeout_s:g} s at most; else {otherwise}",
-        f"start one with: {'' if path is None else f'trivet render {shlex.quote(str(path))}, or '}"
-        f"{shlex.join(plan.render_command())}",
+        f"start {tier.servers[0]} with: {_render_start(plan, path)}",
     ):
         out.print(f"           {escape(line)}", soft_wrap=True)
+
+
+def _render_start(plan: Plan, path: Path | None) -> str:
+    tier = plan.topology.tiers.render
+    url = urlsplit(tier.servers[0])
+    here = url.hostname in ("localhost", "::1") or (url.hostname or "").startswith("127.")
+    address = [] if here else ["--host", "0.0.0.0"]
+    address += ["--port", str(url.port or (443 if url.scheme == "https" else 80))]
+    if url.scheme == "https":
+        address += ["--ssl-certfile", "CERTIFICATE", "--ssl-keyfile", "KEY"]
+    guard = "VLLM_API_KEY=... " if tier.api_key else ""  # a command line is for everybody to see
+    by_vllm = f"{guard}{shlex.join([*plan.render_command(), *address])}"
+    return by_vllm if path is None else f"{shlex.join(['trivet', 'render', str(path), *address])}, or {by_vllm}"
 
 
 def _show_engine(engine: EnginePlan) -> None:

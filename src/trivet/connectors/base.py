@@ -228,6 +228,14 @@ class Connector(Protocol):
         ...
 
     @property
+    def moves_padding(self) -> bool:
+        """Whether a block is read from every region of memory, where groups of layers are of unlike sizes.
+
+        Some of these hold none of the block's layers then (``KvSize.bytes_of``).
+        """
+        ...
+
+    @property
     def bytes_metric(self) -> str | None:
         """The engines' counter of KV bytes received, as Prometheus names it, or None."""
         ...

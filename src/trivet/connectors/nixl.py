@@ -28,6 +28,7 @@ class NixlConnector:
     legs_start_together = False
     released_at = Side.DECODE
     one_host = False
+    moves_padding = True
     rank_to_rank = False
     addressed_by_hash = False
     # vLLM 0.30 and 0.32, nixl/metadata.py: compute_nixl_compatibility_hash has the version, the --model text, dtypes,

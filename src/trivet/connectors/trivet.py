@@ -28,6 +28,7 @@ class TrivetConnector:
     legs_start_together = True
     released_at = Side.PREFILL
     one_host = True
+    moves_padding = False
     rank_to_rank = True
     addressed_by_hash = False
     # trivet.transfer.identity: compared when two engines first meet; decode then computes prompts itself
