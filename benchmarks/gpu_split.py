@@ -51,7 +51,7 @@ def topology(model: str, devices: str, flags: list[str], max_length: int) -> str
             "model": {"name": model, "served_names": ["m"], "max_length": max_length},
             "flags": flags,
             "tiers": tiers,
-            "gateway": {"port": 0, "drain_s": 1, "split": "always"},
+            "gateway": {"port": 0, "drain_s": 1, "split": "always", "guard": False},
         }
     )
 

@@ -178,6 +178,7 @@ def summary(answers: Sequence[Answer], tokens: int, opened_s: float, closed_s: f
         "itl_ms": {
             "mean": round(1000 * sum(gaps_s) / len(gaps_s), 4) if gaps_s else None,
             **{f"p{share}": quantile_ms(gaps_s, share / 100) for share in (50, 90, 99)},
+            "max": quantile_ms(gaps_s, 1.0),
         },
     }
 

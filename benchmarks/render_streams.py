@@ -2,10 +2,13 @@
 
     python benchmarks/render_streams.py --json render_streams.json
 
-One gateway worker on a core of its own carries ``--streams`` streams from simulated engines (split). In every second
-window a client asks, one after another, for chats of some 100,000 tokens that nobody has seen before, each answered
-with one token by a mixed engine. What is told is the p99 of the gaps between tokens with and without, in turns, and how
-late a timer of the client was: where the client itself is late, a window says nothing.
+One gateway worker on a core of its own carries ``--streams`` streams from simulated engines (split). Windows without
+long chats take turns with windows in which a client asks, one after another, for chats of some 100,000 tokens that
+nobody has seen before, each answered with one token by a mixed engine: as fast as they are answered (``--pause-s 0``),
+or with a pause behind each answer. What is told is p50, p99 and the longest of the gaps between tokens, and what long
+chats add to each, and how late a timer of the client was: where the client itself is late, a window says nothing.
+
+With ``--render-server`` a ``trivet render`` on the others' core renders what is long.
 
 Engine and client of the long chats run with the lowest priority, so that they take no time from what measures.
 """
@@ -19,6 +22,7 @@ import json
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -36,15 +40,19 @@ from render_speed import sources
 from serving import Up, descendants, free_ports
 
 _START_S = 120.0
+_LONG_BYTES = 65536
+"""Of a body that a render server is given."""
 _LATE_MS = 3.0
 """A client that is later than this at its 99th percentile sees its own gaps."""
 
 
-def topology(model: str, ports: dict[str, int]) -> dict[str, Any]:
+def topology(model: str, ports: dict[str, int], *, renders: bool) -> dict[str, Any]:
     tiers = {
         tier: {"engines": [{"name": tier, "url": f"http://127.0.0.1:{ports[tier]}", "device": "sim"}]}
         for tier in ("prefill", "decode", "mixed")
     }
+    if renders:
+        tiers["render"] = {"servers": [f"http://127.0.0.1:{ports['render']}"], "local_below_bytes": _LONG_BYTES}
     return {
         "model": {"name": model, "served_names": [MODEL], "max_length": 131072},
         "kv": {"connector": "NixlConnector"},
@@ -53,15 +61,23 @@ def topology(model: str, ports: dict[str, int]) -> dict[str, Any]:
     }
 
 
+def render_command(model: str, port: int) -> list[str]:
+    served = ("--served-model-name", MODEL, "--max-model-len", "131072")
+    return [sys.executable, "-m", "trivet.cli", "render", model, "--port", f"{port}", *served]
+
+
 class LongChats:
     """Asks for long chats while it is told to."""
 
     def __init__(self, url: str, characters: int) -> None:
         self._url, self._characters = url, characters
         self._texts, self._chance = sources(), random.Random(7)
-        self.rendered = 0
         self.prompt_tokens: list[int] = []
         self.took_s: list[float] = []
+
+    @property
+    def rendered(self) -> int:
+        return len(self.took_s)
 
     def _body(self) -> bytes:
         messages, left, roles = [], self._characters, ("user", "assistant")
@@ -72,7 +88,7 @@ class LongChats:
             left -= 2000
         return json.dumps({"model": MODEL, "messages": messages, "max_tokens": 1, "ignore_eos": True}).encode()
 
-    async def ask_until(self, over: asyncio.Event) -> None:
+    async def ask_until(self, over: asyncio.Event, pause_s: float) -> None:
         headers = {"X-Trivet-Serve": "colocated", "content-type": "application/json"}
         async with aiohttp.ClientSession() as session:
             while not over.is_set():
@@ -83,16 +99,17 @@ class LongChats:
                         raise SystemExit(f"a long chat was answered {answer.status}: {told}")
                 self.took_s.append(time.perf_counter() - began_s)
                 self.prompt_tokens.append(told["usage"]["prompt_tokens"])
-                self.rendered += 1
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(over.wait(), pause_s)
 
 
 @contextlib.asynccontextmanager
 async def standing(options: argparse.Namespace, scratch: Path) -> AsyncIterator[tuple[Up, Load]]:
-    names = ("prefill", "decode", "mixed", "gateway")
+    names = ("prefill", "decode", "mixed", "gateway", "render")
     ports = dict(zip(names, free_ports(len(names), 18600), strict=True))
     gateway_core, load_core = options.cores
     model = write_checkpoint(scratch / "model", Shape.tiny(), tokenizer=None)
-    up = Up("streams", topology(str(model), ports), scratch)
+    up = Up("streams", topology(str(model), ports, renders=options.render_server), scratch)
     started: list[Any] = []
     load: Load | None = None
     try:
@@ -100,6 +117,11 @@ async def standing(options: argparse.Namespace, scratch: Path) -> AsyncIterator[
             command = engine_command(name, ports[name], options, hands_over=name != "mixed")
             started.append(start(command, scratch / f"{name}.log", load_core))
         os.sched_setscheduler(started[2].pid, os.SCHED_IDLE, os.sched_param(0))
+        if options.render_server:
+            started.append(start(render_command(str(model), ports["render"]), scratch / "render.log", load_core))
+            async with aiohttp.ClientSession() as http, asyncio.timeout(_START_S):
+                await answers(http, ports["render"])
+            os.sched_setscheduler(started[-1].pid, os.SCHED_IDLE, os.sched_param(0))
         async with aiohttp.ClientSession() as http, asyncio.timeout(_START_S):
             await asyncio.gather(*(answers(http, ports[name]) for name in names[:3]))
             before = os.sched_getaffinity(0)
@@ -117,7 +139,13 @@ async def standing(options: argparse.Namespace, scratch: Path) -> AsyncIterator[
             stop(process)
 
 
-async def window(up: Up, load: Load, chats: LongChats | None, options: argparse.Namespace, seed: int) -> dict[str, Any]:
+async def window(
+    up: Up, load: Load, chats: LongChats, pause_s: float | None, options: argparse.Namespace, seed: int
+) -> dict[str, Any]:
+    """
+    Args:
+        pause_s: between long chats; None for none of them.
+    """
     job = Job(
         port=up.topology["gateway"]["port"],
         streams=options.streams,
@@ -129,8 +157,8 @@ async def window(up: Up, load: Load, chats: LongChats | None, options: argparse.
     assert up._process is not None
     family = [up._process.pid, *descendants(up._process.pid)]
     over = asyncio.Event()
-    asking = asyncio.create_task(chats.ask_until(over)) if chats is not None else None
-    rendered = chats.rendered if chats is not None else 0
+    asking = asyncio.create_task(chats.ask_until(over, pause_s)) if pause_s is not None else None
+    rendered, began_s = chats.rendered, time.perf_counter()
     try:
         told = await load.run(job, lambda: {"gateway": sum(scheduled_s(pid, 0) for pid in family)})
     finally:
@@ -138,8 +166,11 @@ async def window(up: Up, load: Load, chats: LongChats | None, options: argparse.
         if asking is not None:
             await asking
     return {
-        "long": chats is not None,
-        "rendered": (chats.rendered if chats is not None else 0) - rendered,
+        "long": pause_s is not None,
+        "pause_s": pause_s,
+        "rendered": chats.rendered - rendered,
+        "chats_per_s": round((chats.rendered - rendered) / (time.perf_counter() - began_s), 2),
+        "chat_s": round(statistics.median(chats.took_s[rendered:]), 3) if pause_s is not None else None,
         "failed": told["failed"],
         "itl_ms": told["itl_ms"],
         "late_ms": told["client_late_ms"],
@@ -154,27 +185,43 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
             chats = LongChats(up.url, options.long_characters)
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
             windows = []
-            for number in range(2 * options.repeats):
-                one = await window(up, load, chats if number % 2 else None, options, number)
+            for number, pause_s in enumerate([None, *options.pause_s] * options.repeats):
+                one = await window(up, load, chats, pause_s, options, number)
                 print(one, flush=True)
                 windows.append(one)
-    return {**verdict(windows, chats), "facts": facts(), "options": plain(options), "windows": windows}
+    return {**verdict(windows, chats, options), "facts": facts(), "options": plain(options), "windows": windows}
 
 
 def plain(options: argparse.Namespace) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
 
 
-def verdict(windows: Sequence[dict[str, Any]], chats: LongChats) -> dict[str, Any]:
-    def of(long: bool) -> float:
-        return statistics.median(one["itl_ms"]["p99"] for one in windows if one["long"] is long)
+_TOLD = ("p50", "p99", "max")
 
+
+def verdict(windows: Sequence[dict[str, Any]], chats: LongChats, options: argparse.Namespace) -> dict[str, Any]:
+    def of(pause_s: float | None, told: str) -> float:
+        return statistics.median(one["itl_ms"][told] for one in windows if one["pause_s"] == pause_s)
+
+    def pace(pause_s: float) -> dict[str, Any]:
+        its = [one for one in windows if one["pause_s"] == pause_s]
+        return {
+            "pause_s": pause_s,
+            "chats_per_s": statistics.median(one["chats_per_s"] for one in its),
+            "long_chat_s": statistics.median(one["chat_s"] for one in its),
+            "itl_ms": {told: of(pause_s, told) for told in _TOLD},
+            "added_ms": {told: round(of(pause_s, told) - of(None, told), 3) for told in _TOLD},
+        }
+
+    quickest = min(options.pause_s)
     return {
-        "added_itl_p99_ms": round(of(True) - of(False), 3),
-        "itl_p99_ms": {"with_long_chats": of(True), "without": of(False)},
+        "added_itl_p99_ms": round(of(quickest, "p99") - of(None, "p99"), 3),
+        "itl_p99_ms": {"with_long_chats": of(quickest, "p99"), "without": of(None, "p99")},
         "long_chats": chats.rendered,
         "prompt_tokens": round(statistics.mean(chats.prompt_tokens)),
         "long_chat_s": round(statistics.median(chats.took_s), 3),
+        "without": {told: of(None, told) for told in _TOLD},
+        "paces": [pace(pause_s) for pause_s in options.pause_s],
     }
 
 
@@ -186,6 +233,8 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=100.0, help="of the engines: a token of every answer")
     parser.add_argument("--window-s", type=float, default=12.0)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--pause-s", type=float, nargs="+", default=[0.0, 1.0], help="behind each long chat; several")
+    parser.add_argument("--render-server", action="store_true", help="renders what is long, on the others' core")
     parser.add_argument("--long-characters", type=int, default=370_000, help="of a long chat: about 100,000 tokens")
     parser.add_argument("--cores", type=int, nargs=2, default=[1, 0], help="of the gateway, of all others")
     options = parser.parse_args()

@@ -78,7 +78,7 @@ def topology(mover: str, model: str, ports: Sequence[int], options: argparse.Nam
             }
             for tier, port, gpu in places
         },
-        "gateway": {"port": ports[3], "drain_s": 1, "split": "always"},
+        "gateway": {"port": ports[3], "drain_s": 1, "split": "always", "guard": False},
     }
 
 

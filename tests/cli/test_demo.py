@@ -19,8 +19,8 @@ def demo(trivet, tmp_path, monkeypatch):
     opened = []
 
     @contextmanager
-    def open_plan(path, *, port):
-        opened.append((path, port))
+    def open_plan(path, *, port, guarded):
+        opened.append((path, port, guarded))
         yield plan
 
     def demo(*arguments, failed: str | None = None, up: bool = True, **changes):
@@ -53,7 +53,7 @@ def told(out: str) -> list[list[str]]:
 def test_a_demo_shows_the_answer_and_where_its_time_went(demo):
     done = demo()
     assert (done.status, done.err) == (0, "")
-    assert demo.opened == [(None, 0)]
+    assert demo.opened == [(None, 0, False)]
     assert "The [legs]\n" in done.out
     assert told(done.out) == [
         ["leg", "where", "ms", "tokens", "KV", "moved"],

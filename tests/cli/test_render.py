@@ -9,12 +9,14 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
-from helpers.processes import until
+from helpers.processes import children_of, lives, until
 from helpers.tokenizer import demo_fields
 from trivet.cli import app
 from trivet.cli import render as command
@@ -46,7 +48,7 @@ def fault(*arguments: str) -> TrivetError:
 def ran(monkeypatch) -> list[tuple[list[str], RenderTier]]:
     """What would have been served; nothing is."""
     calls: list[tuple[list[str], RenderTier]] = []
-    monkeypatch.setattr(command, "_run", lambda flags, listener, tier: calls.append((list(flags), tier)))
+    monkeypatch.setattr(command, "_run", lambda asked, listener: calls.append((list(asked.flags), asked.tier)))
     return calls
 
 
@@ -117,6 +119,71 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("name", ["B.YAML", "b.Yml", "b.yaml"])
+def test_a_topologys_name_may_be_written_in_capitals(ran, name):
+    assert "no such file" in fault(f"/no/such/{name}", "--port", "0").problem
+
+
+def test_a_folder_that_is_none_of_a_model_is_told_what_it_lacks(ran, model, tmp_path):
+    error = fault(str(tmp_path), "--port", "0")
+    assert error.problem == f"{tmp_path} is no model's folder: it has no config.json"
+    (tmp_path / "config.json").write_text("{}")
+    assert fault(str(tmp_path), "--port", "0").problem == f"{tmp_path} has no tokenizer.json"
+    assert not ran
+    for more in (["--tokenizer", str(model)], [f"--tokenizer={model}"], ["--trust-remote-code"]):
+        result = CliRunner().invoke(app, ["render", str(tmp_path), "--port", "0", *more])
+        assert result.exit_code == 0, (result.exception, result.output)
+    assert len(ran) == 3
+
+
+@pytest.fixture
+def guarded(tmp_path, model) -> Path:
+    topology = tmp_path / "trivet.yaml"
+    told = {
+        "model": {"name": str(model)},
+        "tiers": {
+            "render": {"servers": ["http://127.0.0.1:9000"], "api_key": "of the servers"},
+            "mixed": {"device": "sim"},
+        },
+    }
+    topology.write_text(json.dumps(told))
+    return topology
+
+
+@pytest.mark.parametrize(
+    ("more", "keys"),
+    [
+        ([], ["of the servers"]),
+        (["--api-key", "another"], ["another"]),
+        (["--api-key=another"], ["another"]),
+        (["--api_key=another"], ["another"]),
+    ],
+)
+def test_a_topologys_servers_are_guarded_by_its_key(ran, guarded, more, keys):
+    result = CliRunner().invoke(app, ["render", str(guarded), "--port", "0", *more])
+    assert result.exit_code == 0, (result.exception, result.output)
+    flags = " ".join(ran[0][0]).replace("=", " ").replace("_", "-").split("--")
+    assert [one.removeprefix("api-key ").strip() for one in flags if one.startswith("api-key ")] == keys
+
+
+@pytest.mark.parametrize(("keys", "env"), [(["secret"], None), (None, "secret"), (None, None)])
+def test_the_line_to_try_has_a_place_for_the_key_and_never_the_key(capsys, monkeypatch, keys, env):
+    if env is not None:
+        monkeypatch.setenv("VLLM_API_KEY", env)
+    else:
+        monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    state = SimpleNamespace(
+        trivet_told={},
+        args=SimpleNamespace(api_key=keys),
+        openai_serving_models=SimpleNamespace(model_name=lambda: "m"),
+    )
+    command._tell(SimpleNamespace(state=state), "https://127.0.0.1:1")
+    said = capsys.readouterr().out
+    assert "secret" not in said
+    assert ('"Authorization: Bearer $KEY"' in said) == bool(keys or env)
+    assert "curl --insecure https" in said
+
+
 def get(url: str, body: dict | None = None) -> dict:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json"})
@@ -124,27 +191,99 @@ def get(url: str, body: dict | None = None) -> dict:
         return json.load(answer)
 
 
-def test_it_renders_until_it_is_told_to_stop(model, tmp_path):
+class Server:
+    """``trivet render`` as a process."""
+
+    def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
+        self._log = folder / "log"
+        told = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "XDG_CACHE_HOME": str(folder),
+            "TMPDIR": str(folder),
+            **environment,
+        }
+        with self._log.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "trivet.cli", "render", *arguments, "--port", "0"],
+                stdout=output,
+                stderr=output,
+                env=told,
+            )
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def says(self, what: str, within_s: float = 300) -> None:
+        assert until(lambda: what in self.log or self.process.poll() is not None, within_s), self.log
+        assert what in self.log, self.log
+
+    @property
+    def url(self) -> str:
+        self.says("ask it")
+        return self.log.split("renders on ")[1].split(";")[0]
+
+
+@pytest.fixture
+def server(tmp_path) -> Iterator[Callable[..., Server]]:
+    made: list[Server] = []
+
+    def start(*arguments: str, **environment: str) -> Server:
+        made.append(Server(tmp_path, *arguments, **environment))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.process.kill()
+        one.process.wait()
+
+
+def test_it_renders_until_it_is_told_to_stop(model, server):
     """The same file of vLLM's answers is behind vLLM's own server: see tests/render/test_quick.py."""
-    log = tmp_path / "log"
-    arguments = ["render", str(model), "--served-model-name", "m", "--port", "0", "--fast-tokenizer", "off"]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "trivet.cli", *arguments], stdout=output, stderr=output, env=environment
-        )
-    try:
-        assert until(lambda: "ask it" in log.read_text() or process.poll() is not None, 120)
-        assert process.poll() is None, log.read_text()
-        url = log.read_text().split("renders on ")[1].split(";")[0]
-        body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
-        assert get(f"{url}/v1/chat/completions/render", body)["token_ids"]
-        told = get(f"{url}/tokenize", {"model": "m", "prompt": "Hi <|im_end|>"})
-        assert get(f"{url}/detokenize", {"model": "m", "tokens": told["tokens"]})["prompt"] == "Hi <|im_end|>"
-        assert get(f"{url}/trivet/render")["tokenizer"] == "tokenizers"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) in (0, -signal.SIGTERM)
-        assert "Traceback" not in log.read_text()
-    finally:
-        process.kill()
-        process.wait()
+    one = server(str(model), "--served-model-name", "m", "--fast-tokenizer", "off", PYTHONUNBUFFERED="1")
+    one.says("loading vLLM ...", 20)
+    url = one.url
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+    assert get(f"{url}/v1/chat/completions/render", body)["token_ids"]
+    told = get(f"{url}/tokenize", {"model": "m", "prompt": "Hi <|im_end|>"})
+    assert get(f"{url}/detokenize", {"model": "m", "tokens": told["tokens"]})["prompt"] == "Hi <|im_end|>"
+    assert get(f"{url}/trivet/render")["tokenizer"] == "tokenizers"
+    one.process.send_signal(signal.SIGTERM)
+    assert one.process.wait(30) == 0, "a supervisor takes anything else for a failure"
+    assert "Traceback" not in one.log
+    assert "GET /trivet/render" not in one.log, "requests are not logged unless that is asked for"
+
+
+@pytest.mark.full
+def test_ctrl_c_ends_it_as_sigterm_does_and_what_is_asked_for_is_logged(model, server):
+    one = server(str(model), "--served-model-name", "m", "--fast-tokenizer", "off", "--uvicorn-log-level", "info")
+    get(f"{one.url}/trivet/render")
+    one.says("GET /trivet/render", 20)
+    one.process.send_signal(signal.SIGINT)
+    assert one.process.wait(30) == 0
+    assert "Traceback" not in one.log
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
+def test_what_ends_it_while_tokenizers_are_compared_ends_all_of_it(model, server, tmp_path, number):
+    one = server(str(model))
+    one.says("comparing fast tokenizers for this model (once, some 10 s) ...")
+    assert until(lambda: children_of(one.process.pid))
+    children = children_of(one.process.pid)
+    for child in children:
+        os.kill(child, signal.SIGSTOP)  # so that it does not come to its end by itself
+    one.process.send_signal(number)
+    assert one.process.wait(30) == 128 + number
+    assert until(lambda: not any(map(lives, children)))
+    assert one.log.splitlines()[-1] == "stopped before it served"
+    assert "Traceback" not in one.log
+    assert not list(tmp_path.glob("trivet-*"))
+
+
+def test_ctrl_c_while_vllm_is_loaded_is_one_line(model, server):
+    one = server(str(model))
+    one.says("loading vLLM ...", 60)
+    one.process.send_signal(signal.SIGINT)
+    assert one.process.wait(30) == 130
+    assert one.log.splitlines() == ["loading vLLM ...", "stopped before it served"]

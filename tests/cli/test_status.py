@@ -9,6 +9,7 @@ import pytest
 
 from helpers.certificates import write_certificate
 from helpers.engines import nobody_listens
+from trivet.routing.proofs import Proof
 
 ENGINES = [
     {
@@ -177,6 +178,14 @@ def test_of_several_workers_it_is_said_that_one_tells_what_runs_at_render_server
 
 def test_without_render_servers_nothing_is_said_of_them(trivet, gateway):
     assert "render" not in trivet("status", "--url", gateway.url).out
+
+
+@pytest.mark.parametrize("proof", list(Proof), ids=lambda one: one.word)
+def test_a_pair_that_is_not_used_is_told_with_the_cause(trivet, gateway, proof):
+    pairs = [{"prefill": "prefill-0", "decode": "decode-0", "proof": proof.word}]
+    gateway.body = json.dumps({**STATUS, "pairs": pairs}).encode()
+    told = f"prefill-0 -> decode-0 is not used: its canary fails ({proof.word})"
+    assert (told in trivet("status", "--url", gateway.url).out) is proof.is_bad
 
 
 @pytest.mark.parametrize("how", ["option", "environment"])

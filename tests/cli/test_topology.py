@@ -129,14 +129,34 @@ def test_render_servers_are_shown_with_their_limits_and_how_one_is_started(trive
         "           16 request(s) at once at each, 64 wait for 0.5 s at most, each takes 10 s at most; else rendered "
         "in the workers",
     ]
-    started = (
-        f"           start one with: trivet render {with_servers}, or vllm launch render org/model --served-model-name"
-    )
-    assert lines[at + 3].startswith(f"{started} tiny alias ")
+    started, by_vllm = lines[at + 3].split(", or ")
+    assert started == f"           start http://127.0.0.1:9001 with: trivet render {with_servers} --port 9001"
+    assert by_vllm.startswith("VLLM_API_KEY=... vllm launch render org/model --served-model-name tiny alias ")
+    assert by_vllm.endswith(" --port 9001")
+    assert "secret" not in lines[at + 3], "keys are for no terminal"
     facts = json.loads(trivet("topology", "show", with_servers, "--json").out)["render_servers"]
     assert facts["servers"] == ["http://127.0.0.1:9001", "http://render:9001"]
     assert (facts["queue_s"], facts["fallback"]) == (0.5, "local")
     assert facts["command"][:4] == ["vllm", "launch", "render", "org/model"]
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("http://localhost:9001", "--port 9001"),
+        ("http://[::1]:9001", "--port 9001"),
+        ("http://cpu-1:9001", "--host 0.0.0.0 --port 9001"),
+        ("http://cpu-1", "--host 0.0.0.0 --port 80"),
+        ("https://cpu-1", "--host 0.0.0.0 --port 443 --ssl-certfile CERTIFICATE --ssl-keyfile KEY"),
+    ],
+)
+def test_a_render_server_is_started_where_it_is_looked_for(trivet, topology, url, address):
+    topology.write_text(SPLIT.replace("tiers: {", f'tiers: {{render: {{servers: ["{url}"]}}, '))
+    (line,) = (one for one in trivet("topology", "show", topology).out.splitlines() if f"start {url} with" in one)
+    started, by_vllm = line.strip().split(", or ")
+    assert started == f"start {url} with: trivet render {topology} {address}"
+    assert by_vllm.startswith("vllm launch render")
+    assert by_vllm.endswith(f" {address}")
 
 
 def test_without_render_servers_nothing_is_said_of_them(trivet, topology):

@@ -170,3 +170,10 @@ def test_decode_is_asked_behind_prefill_and_releases_what_nobody_takes():
 def test_its_options_are_not_looked_at_and_its_address_is_not_the_gateways_to_know():
     NIXL.check_options({"whatever": 1})
     assert NIXL.peer_address(8101) is None
+
+
+def test_decode_counts_for_itself_where_it_is_not_told_prefills_count():
+    """vLLM 0.32 tells ``remote_prefill_cached_tokens`` as its own count of cached tokens."""
+    answered = {"do_remote_prefill": True, "remote_block_ids": [[1]], "remote_prefill_cached_tokens": 0}
+    assert NIXL.own_count(answered) == {"do_remote_prefill": True, "remote_block_ids": [[1]]}
+    assert NIXL.own_count({"do_remote_prefill": True}) == {"do_remote_prefill": True}

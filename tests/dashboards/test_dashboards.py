@@ -15,6 +15,7 @@ from trivet.gateway.metrics import GatewayMetrics, Gauges, Rendered
 from trivet.journal import GenerationRecord, RequestRecord
 from trivet.routing.engines import Engines, EngineView
 from trivet.routing.held import Held
+from trivet.routing.proofs import Proof
 from trivet.sim.pool import BlockPool
 from trivet.sim.settings import SimSettings
 from trivet.sim.stats import Stats
@@ -44,6 +45,9 @@ def gateways() -> Samples:
     metrics.ended(record, owner)
     metrics.requests.labels("/v1/completions", "200").inc()
     metrics.queue_wait.observe(0.0)
+    metrics.canaries.labels("good").inc()
+    engines.guarded = True
+    engines.board.note_proof(*engines.all(), Proof.GOOD)
     metrics.count_rendering(lambda: Rendered("tokenizers"))
     servers = metrics.of_render_servers
     assert servers is not None

@@ -8,7 +8,17 @@ from aiohttp.test_utils import TestServer
 
 from helpers.engines import nobody_listens
 from trivet.fleet import probe
-from trivet.fleet.probe import Health, can_abort, canary, health, metrics, parse_metrics, version
+from trivet.fleet.probe import (
+    Health,
+    can_abort,
+    canary,
+    counts,
+    health,
+    metrics,
+    parse_counts,
+    parse_metrics,
+    version,
+)
 
 
 class Engine:
@@ -243,3 +253,39 @@ async def test_an_engine_that_cannot_be_asked_cannot_end_them(engine, session):
     assert await can_abort(session, engine.url) is False
     with nobody_listens() as url:
         assert await can_abort(session, url) is False
+
+
+COUNTS = """\
+# HELP vllm:some_tokens_total Tokens.
+# TYPE vllm:some_tokens_total counter
+vllm:some_tokens_total{engine="0",source="a"} 3.0
+vllm:some_tokens_total{engine="1",source="a"} 4.0
+vllm:some_tokens_total{engine="0",source="b"} 10.0 1700000000000
+vllm:some_tokens_total_created{engine="0"} 1.7e9
+# TYPE vllm:never_counted_total counter
+# TYPE plain gauge
+plain 7
+bytes_sum{brace="}"} 5e3
+"""
+
+
+def test_some_counts_are_read_without_all_the_others():
+    names = ("vllm:some_tokens_total", 'vllm:some_tokens_total{source="a"}', "vllm:never_counted_total", "plain")
+    assert parse_counts(COUNTS, *names, "bytes_sum", "absent") == {
+        "vllm:some_tokens_total": 17.0,
+        'vllm:some_tokens_total{source="a"}': 7.0,
+        "vllm:never_counted_total": 0.0,
+        "plain": 7.0,
+        "bytes_sum": 5000.0,
+    }
+
+
+def test_counts_are_those_of_all_metrics():
+    found = parse_metrics(EXPOSITION)
+    for name, value in found.values.items():
+        assert parse_counts(EXPOSITION, name)[name] == value
+
+
+async def test_counts_are_asked_for(session, engine):
+    engine.text = EXPOSITION
+    assert (await counts(session, engine.url, "vllm:num_requests_running"))["vllm:num_requests_running"] == 5.0

@@ -24,7 +24,7 @@ from trivet.connectors import NixlConnector
 from trivet.errors import EngineFailedError, PortInUseError, TrivetError
 from trivet.gateway import service as service_module
 from trivet.gateway.runs import last_url
-from trivet.gateway.service import Event, Service, _Worker
+from trivet.gateway.service import Event, Service, _Worker, guard_config
 from trivet.routing.board import Board, Count
 from trivet.topology import EnginePlan, Plan, parse_topology
 from trivet.topology.ports import bind
@@ -657,3 +657,46 @@ def test_who_observes_may_raise(tmp_path):
         service._observe(Event("a", "ready"))
     assert said == [Event("a", "ready")] * 2
     assert (tmp_path / "faults.log").read_text().count("Traceback") == 1, "it is told once"
+
+
+# how pairs are watched
+
+
+def watched(tmp_path, text: str = "tiers: {prefill: , decode: }", *, vocabulary: object = None, flags=((),)):
+    if vocabulary is not None:
+        (tmp_path / "config.json").write_text(json.dumps(vocabulary))
+    engines = tuple(SimpleNamespace(own_flags=one) for one in flags)
+    plan = plan_of(*engines, connector=NixlConnector(), model=str(tmp_path))
+    return guard_config(replace(plan, topology=parse_topology(text)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "are_last"),
+    [
+        ([("--scheduling-policy", "priority"), ("--scheduling-policy=priority",)], True),
+        ([("--scheduling-policy", "priority"), ()], False),
+        ([("--scheduling-policy", "fcfs")], False),
+    ],
+)
+def test_canaries_come_last_where_every_engine_knows_what_that_is(tmp_path, flags, are_last):
+    assert (watched(tmp_path, flags=flags).priority > 0) is are_last
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"vocab_size": 512}, 512),
+        ({"text_config": {"vocab_size": 99}}, 99),
+        ({}, None),
+        ([], None),
+        ({"vocab_size": "a"}, None),
+    ],
+)
+def test_the_vocabulary_is_that_of_the_models_folder(tmp_path, config, expected):
+    assert watched(tmp_path, vocabulary=config).vocab_size == expected
+
+
+def test_pairs_are_watched_unless_told_otherwise(tmp_path):
+    assert watched(tmp_path).model == "tiny"
+    assert watched(tmp_path, "{tiers: {prefill: , decode: }, gateway: {guard: off}}") is None
+    assert guard_config(plan_of(connector=None)) is None

@@ -1,7 +1,6 @@
 """The worker's program in a process of its own; only vLLM's application in it is replaced by a few lines."""
 
 import asyncio
-import gc
 import io
 import json
 import os
@@ -9,7 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from helpers.certificates import write_certificate
 from helpers.engines import DONE, FakeEngine, chunk, hanging, json_answer, listening, speaking, streaming, usage, whole
 from helpers.processes import holds, left_of
 from helpers.render_servers import RenderServer, answering
+from trivet.gateway.guard import GuardConfig
 from trivet.gateway.metrics import GatewayMetrics, Rendered
 from trivet.gateway.shared import Shared, SharedConfig
 from trivet.gateway.tls import TlsFiles, trusting
@@ -32,14 +32,13 @@ from trivet.gateway.worker import (
     _left_s,
     _pool_rules,
     _rendered,
-    _spare_collections,
     report,
 )
 from trivet.journal import RequestRecord, current_request, now_s
 from trivet.render.pool import PoolRules
 from trivet.render.segments import CacheFigures
 from trivet.routing.board import Board
-from trivet.sim import SimEngine, SimSettings
+from trivet.sim import Fault, SimEngine, SimSettings
 from trivet.sim.settings import SimEvents
 from trivet.surface.cors import CorsRules
 from trivet.topology.model import Limits, RenderTier, Split
@@ -68,6 +67,7 @@ CONFIG = WorkerConfig(
     render_servers=RenderTier(servers=["http://a:1", "http://b:1"], running=3, queue_s=0.5, api_key="ü"),
     cache_mib=7,
     fast_tokenizer="off",
+    guard=GuardConfig("tiny ü", 7.5, 99, 3, 512),
 )
 
 
@@ -141,17 +141,6 @@ def test_a_report_is_one_line():
     os.close(writer)
     with open(reader) as lines:
         assert [json.loads(line) for line in lines] == [{"failed": "two\nlines", "mend": None}]
-
-
-def test_the_collector_leaves_alone_what_was_loaded():
-    thresholds = gc.get_threshold()
-    try:
-        _spare_collections()
-        assert gc.get_freeze_count() > 1000
-        assert gc.get_threshold() == (10_000, *thresholds[1:])
-    finally:
-        gc.unfreeze()
-        gc.set_threshold(*thresholds)
 
 
 # the program
@@ -666,3 +655,34 @@ async def test_a_worker_sees_no_gpu_unless_told(tmp_path, monkeypatch, given, ex
     async with worker_of(tmp_path) as worker:
         await worker.word()
         assert (tmp_path / "gpus").read_text() == expected
+
+
+async def test_a_worker_watches_its_pairs_and_names_those_that_it_does_not_use(tmp_path, client):
+    settings = SimSettings(model="tiny")
+    guard = GuardConfig("tiny", every_s=1.0, prompt_tokens=40, vocab_size=settings.vocab_size)
+    async with AsyncExitStack() as opened:
+        names = {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
+        sims = [await opened.enter_async_context(SimEngine(settings, name=name, tier=names[name])) for name in names]
+        worker = await opened.enter_async_context(worker_of(tmp_path, connector="NixlConnector", guard=guard))
+        await worker.word()
+        worker.tell(*map(facts, sims))
+
+        async def stand(*proofs: str) -> bool:
+            told = (await status(client, worker.url))[1].get("pairs", [])
+            return [one["proof"] for one in told] == list(proofs)
+
+        await until(lambda: stand("good", "good"))
+        sims[1].faults.add(Fault("corrupt", leg="decode", uses=None))
+        await until(lambda: stand("wrong-tokens", "good"))
+        async with client.get(f"{worker.url}/ready") as answer:
+            told = (answer.status, await answer.text())
+        assert told == (200, "pairs that are not used: prefill-0 -> decode-0 (wrong-tokens)\n")
+        async with client.get(f"{worker.url}/metrics") as answer:
+            text = await answer.text()
+        assert 'trivet_pair_good{decode="decode-0",prefill="prefill-0"} 0.0' in text
+        assert 'trivet_canaries_total{outcome="wrong-tokens"}' in text
+        assert "trivet_requests_total{" not in text
+        sims[1].faults.clear()
+        await until(lambda: stand("good", "good"))
+        worker.process.stdin.close()
+        assert await worker.ended() == 0

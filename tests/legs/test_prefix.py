@@ -1,13 +1,23 @@
 """What of a request names what prefix caches would find for it, on either plane."""
 
+import asyncio
+import json
+from dataclasses import replace
+
 import orjson
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from helpers.stack import token_request
+from trivet.journal import GenerationRecord
+from trivet.legs import tokens
+from trivet.legs.bodies import decode_body, prefill_body
 from trivet.legs.text import TextAsk
 from trivet.legs.text_bodies import CHAT, COMPLETIONS
 from trivet.legs.tokens import TokenAsk
-from trivet.render.contract import Features, Item
+from trivet.legs.wire import parts_of
+from trivet.render.contract import Features, Item, TokenChunk
 
 NOTHING = ()
 
@@ -134,3 +144,63 @@ def test_a_text_in_which_there_is_nothing_to_find(body):
 @pytest.mark.parametrize("body", [None, [], "text", 7])
 def test_a_body_that_is_no_request(body):
     assert tuple(TextAsk(CHAT, orjson.dumps(body), body, {}, None).prefix.hashes) == NOTHING
+
+
+# -- long prompts, in pieces -------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    length=st.integers(300, 700),
+    largest=st.sampled_from((99, 2**32 - 1)),
+    offsets=st.sets(st.integers(0, 299), min_size=1, max_size=4),
+    pictured=st.booleans(),
+    piece=st.integers(1, 300),
+    sent=st.lists(st.integers(0, 9), max_size=70),
+)
+def test_a_prompt_that_is_prepared_in_pieces_is_the_same_prompt(length, largest, offsets, pictured, piece, sent):
+    ids = [number * 7919 % (largest + 1) for number in range(length)]
+    items = tuple(Item(f"image {offset}", offset, 1) for offset in sorted(offsets))
+    request = replace(token_request(), token_ids=ids, features=Features(items, [b"{}"]) if pictured else None)
+    whole, pieces = (TokenAsk(request, {}, None) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokens, "_PIECE_TOKENS", piece)
+        asyncio.run(pieces.prepare())
+    for ask in (whole, pieces):
+        ask.note(GenerationRecord("gen", len(ids), 0.0), TokenChunk(sent))
+    assert pieces.prefix == whole.prefix
+    assert pieces.prompt == whole.prompt
+    for made in (prefill_body, decode_body):
+        said = [json.loads(b"".join(parts_of(made(ask.prompt, {"a": 1})))) for ask in (whole, pieces)]
+        assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("odd", [-1, 2**32, "x", None, 1.5])
+def test_what_is_no_token_id_in_a_long_prompt_is_an_engines_to_refuse(odd):
+    ids = [*range(tokens._PIECE_TOKENS + 5), odd]
+    ask = TokenAsk(replace(token_request(), token_ids=ids), {}, None)
+    asyncio.run(ask.prepare())
+    assert tuple(ask.prefix.hashes) == NOTHING
+    assert decode_body(ask.prompt, None)["token_ids"] == ids
+
+
+async def test_others_have_their_turns_while_a_long_prompt_is_prepared():
+    turns = 0
+
+    async def count():
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    counting = asyncio.create_task(count())
+    await TokenAsk(replace(token_request(), token_ids=list(range(tokens._PIECE_TOKENS * 6))), {}, None).prepare()
+    counting.cancel()
+    assert turns >= 5
+
+
+def test_the_ids_of_a_long_prompt_are_written_once_for_all_legs():
+    ask = TokenAsk(replace(token_request(), token_ids=list(range(tokens._PIECE_TOKENS + 1))), {}, None)
+    asyncio.run(ask.prepare())
+    one, other = (parts_of(made(ask.prompt, None)) for made in (prefill_body, decode_body))
+    assert max(one, key=len) is max(other, key=len)

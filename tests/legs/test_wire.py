@@ -39,7 +39,7 @@ from trivet.legs.wire import (
     reading,
     stream,
 )
-from trivet.render.contract import Features, TokenChunk, TokenLogprobs
+from trivet.render.contract import EncodedIds, Features, TokenChunk, TokenLogprobs
 from trivet.routing.engines import EngineView
 
 BODY = {"token_ids": [1], "sampling_params": {"max_tokens": 2}}
@@ -97,6 +97,20 @@ def test_images_are_a_field_of_the_body_as_they_are(fields):
     assert [part for part in parts_of(body) if any(part is one for one in FEATURES.encoded)] == list(FEATURES.encoded)
     plain = {**fields, "features": None}
     assert parts_of(plain) == [dump(plain)]
+
+
+@given(
+    st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5) | st.just("\ud800")),
+    st.lists(st.integers(0, 99)),
+    st.booleans(),
+)
+def test_ids_that_are_written_already_are_a_field_of_the_body(fields, ids, pictured):
+    written = EncodedIds(ids, json.dumps(ids).encode())
+    body = {**fields, "token_ids": written, **({"features": FEATURES} if pictured else {})}
+    told = json.loads(b"".join(parts_of(body)))
+    assert told.pop("features", None) == ({"mm_hashes": {"image": ["a"]}} if pictured else fields.get("features"))
+    assert told == {**{name: value for name, value in fields.items() if name != "features"}, "token_ids": ids}
+    assert any(part is written.encoded for part in parts_of(body))
 
 
 @pytest.mark.parametrize("size", [0, wire._AT_ONCE_BYTES - 200, wire._AT_ONCE_BYTES, 5 * 10**6])

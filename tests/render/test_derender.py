@@ -953,18 +953,61 @@ async def test_two_calls_at_once_with_one_handle_are_one_and_a_refusal(parsing, 
     big = {"request_id": "r", "choices": [{"index": 0, "token_ids": ids * 3}]}
     answers = await asyncio.gather(*(go_on(arm, handle, big) for _ in range(3)))
     assert sorted(one.status_code for one in answers) == [200, 409, 409]
+    told = [one.json()["error"]["message"] for one in answers if one.status_code == 409]
+    assert all("at work in another call" in one or "used already" in one for one in told)
 
 
-@pytest.mark.parametrize("handle", ["", "x", "a.b.1", "\ud83e", "ä" * 9999])
+@pytest.mark.parametrize("handle", ["a.b.1", "a.b.c.7", f"{'a' * 9999}.1"])
 async def test_a_handle_of_another_process_is_told_to_begin_again(shop, paths, case, handle):
     arm = Arm(shop, case, paths)
     answer = await go_on(arm, handle, next(chunks(shop.ids("Hello"), of(1))))
-    if handle == "\ud83e":  # no Unicode: vLLM's to refuse
-        assert answer.status_code == 400
-        return
     assert answer.status_code == 409
     assert "no handle of this server process" in answer.json()["error"]["message"]
     assert len(answer.text) < 500
+
+
+@pytest.mark.parametrize("handle", ["", "x", ".", ".1", "a.b.", "a.b.x", "a.b.²", "ä" * 9999, "kept", "\ud83e"])
+async def test_a_string_that_is_no_handle_is_told_so(shop, paths, case, handle):
+    arm = Arm(shop, case, paths)
+    answer = await go_on(arm, handle, next(chunks(shop.ids("Hello"), of(1))))
+    assert answer.status_code == 400
+    assert len(answer.text) < 1000
+    if handle != "\ud83e":  # no Unicode: vLLM's to refuse
+        error = answer.json()["error"]
+        assert (error["type"], error["param"], error["code"]) == ("BadRequestError", "stream_state", 400)
+        assert "state: kept" in error["message"]
+
+
+@pytest.mark.parametrize("value", ["Kept", "KEPT", "keep", "", True, 1, {}, ["kept"]])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_another_word_for_kept_is_refused_and_the_word_is_said(shop, paths, case, value, path):
+    """vLLM ignores fields that it does not know: the client would take whole states for what it asked for."""
+    arm = Arm(shop, case, paths)
+    body = {"chat_request": shop.chat_body(case), "prompt_token_ids": shop.ids("Hi")}
+    chunk = next(chunks(shop.ids("Hello"), of(1)))
+    answer = await arm.post(path, {**body, "stream": True, "state": value, "generate_chunk": chunk})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "state")
+    assert '"kept"' in error["message"]
+
+
+async def test_no_state_is_no_wrong_one(shop, paths, case):
+    arm = Arm(shop, case, paths)
+    body = {"chat_request": shop.chat_body(case), "prompt_token_ids": shop.ids(case.prompt)}
+    chunk = next(chunks(shop.ids("Hello"), of(1)))
+    answer = await arm.post(CHAT, {**body, "stream": True, "state": None, "generate_chunk": chunk})
+    assert answer.status_code == 200
+    assert isinstance(answer.json()["stream_state"], dict)
+
+
+async def test_a_handle_that_is_too_old_is_told_so(shop, paths, case):
+    arm = Arm(shop, case, paths)
+    told = list(chunks(shop.ids(case.says), of(2)))
+    handle = await begun(arm, case, told[0])
+    arm.linear.store.clear()  # as for its age, or to make room
+    answer = await go_on(arm, handle, told[1])
+    assert answer.status_code == 409
+    assert "is not known any more" in answer.json()["error"]["message"]
 
 
 async def test_handles_cannot_be_guessed_from_others(shop, paths, case):
@@ -982,7 +1025,9 @@ async def test_a_handle_of_one_path_is_none_on_the_other(shop, paths, case):
     arm = Arm(shop, case, paths)
     told = list(chunks(shop.ids(case.says), of(2)))
     handle = await begun(arm, case, told[0])
-    assert (await go_on(arm, handle, told[1], COMPLETIONS)).status_code == 409
+    elsewhere = await go_on(arm, handle, told[1], COMPLETIONS)
+    assert elsewhere.status_code == 400
+    assert f"belongs to a stream of {CHAT}" in elsewhere.json()["error"]["message"]
     assert (await go_on(arm, handle, told[1])).status_code == 200
 
 

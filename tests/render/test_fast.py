@@ -53,7 +53,7 @@ def candidate(monkeypatch, made, reference, texts):
 
     def compare(wrong=lambda text, ids: ids, *, load=None):
         encode = lambda text: wrong(text, reference([text])[0])  # noqa: E731
-        monkeypatch.setattr(fast, "CANDIDATES", {"pytest": load or (lambda folder: encode)})
+        monkeypatch.setattr(fast, "CANDIDATES", {"pytest": load or (lambda definition: encode)})
         return fast.choose(made.to_str(), reference, texts, ["pytest"])
 
     return compare
@@ -154,11 +154,11 @@ def panic() -> BaseException:
 @pytest.mark.parametrize("kind", [ValueError, type(panic())])
 def test_one_that_breaks_is_not_used(candidate, kind):
 
-    def load(folder):
+    def load(definition):
         raise kind("no such model")
 
     def wrong(text, ids):
-        if len(text) > 5000:
+        if 5000 < len(text) < 10_000:
             raise kind("out of bounds")
         return ids
 
@@ -189,8 +189,8 @@ def test_one_that_is_not_installed_is_passed_over(made, reference, texts, monkey
 
 
 def test_the_next_is_tried_when_one_is_refused(made, reference, texts, monkeypatch):
-    good = lambda folder: lambda text: reference([text])[0]  # noqa: E731
-    bad = lambda folder: lambda text: []  # noqa: E731
+    good = lambda definition: lambda text: reference([text])[0]  # noqa: E731
+    bad = lambda definition: lambda text: []  # noqa: E731
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1")
     monkeypatch.setattr(fast, "CANDIDATES", {"bad": bad, "good": good})
     choice = fast.choose(made.to_str(), reference, texts, ["bad", "good"])
@@ -202,7 +202,7 @@ def test_the_next_is_tried_when_one_is_refused(made, reference, texts, monkeypat
 def test_of_several_the_fastest_is_used(made, reference, texts, monkeypatch):
     """By the clock over long texts; the slow one here waits at each."""
 
-    def slow(folder):
+    def slow(definition):
         def encode(text):
             if len(text) > 1000:
                 time.sleep(0.005)
@@ -211,11 +211,50 @@ def test_of_several_the_fastest_is_used(made, reference, texts, monkeypatch):
         return encode
 
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1")
-    monkeypatch.setattr(fast, "CANDIDATES", {"slow": slow, "quick": lambda folder: lambda text: reference([text])[0]})
+    monkeypatch.setattr(
+        fast, "CANDIDATES", {"slow": slow, "quick": lambda definition: lambda text: reference([text])[0]}
+    )
     choice = fast.choose(made.to_str(), reference, texts, ["slow", "quick"])
     assert choice.fast is not None
     assert choice.fast.name == "quick"
     assert choice.refused == {"slow": "is equal and slower than quick"}
+
+
+def test_one_that_is_slow_on_a_single_long_text_is_not_used(candidate):
+    """It could be the way to stop a service, whatever it makes good over all others."""
+
+    def wrong(text, ids):
+        if len(text) > 100_000 and text.isspace():
+            end_s = time.process_time() + 1.0
+            while time.process_time() < end_s:
+                pass
+        return ids
+
+    assert "is slow on" in candidate(wrong).refused["pytest"]
+
+
+def test_one_that_says_of_a_very_long_text_that_it_cannot_is_used(candidate):
+    def wrong(text, ids):
+        if len(text) > 100_000:
+            raise ValueError("Max stack size exceeded")
+        return ids
+
+    choice = candidate(wrong)
+    assert choice.fast is not None, choice.refused
+
+
+def test_very_long_texts_are_compared(candidate):
+    choice = candidate(lambda text, ids: without(ids) if len(text) > 100_000 else ids)
+    assert choice.fast is None
+
+
+def test_reading_a_definition_leaves_no_file(made, tmp_path, monkeypatch):
+    """The process may be ended at any time."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name in fast.CANDIDATES:
+        monkeypatch.setattr("tempfile.mkdtemp", None)  # would raise
+        if (loaded := fast.load(name, made.to_str())) != fast.NOT_INSTALLED:
+            assert callable(loaded), loaded
 
 
 # -- while it serves ---------------------------------------------------------------------------------------------------
@@ -271,6 +310,59 @@ def test_one_that_breaks_while_it_serves_has_the_text_tokenized_and_is_left_when
     assert swift.distrust is not None
     assert swift.distrust.startswith("10 faults, the last")
     assert left == [1]
+
+
+def test_of_a_long_text_a_piece_is_tokenized_twice(reference):
+    """All of it would be felt."""
+    asked: list[str] = []
+
+    def encode(text):
+        asked.append(text)
+        ids = list(reference([text])[0])
+        return without(ids) if len(text) < 10_000 else ids
+
+    swift = serving(reference, encode)
+    long = "ordinary words, one after the other " * 1000
+    for _ in range(fast.CHECK_EVERY):
+        assert list(swift(long)) == reference([long])[0]
+    (piece,) = (one for one in asked if one != long)
+    assert piece in long
+    assert swift.distrust is not None
+
+
+def test_a_piece_that_is_the_references_is_not_compared(reference):
+    limits = fast.Limits(rows=frozenset({("edge", "lower", "lower")}))  # where a text begins, and nowhere else
+    swift = fast.FastTokenizer(
+        "swift", lambda text: [0] if len(text) < 10_000 else reference([text])[0], reference, limits
+    )
+    long = "\n" + "a" * 20_000
+    for _ in range(fast.CHECK_EVERY + 1):
+        swift(long)
+    assert swift.distrust is None
+
+
+@pytest.mark.parametrize("kind", [ValueError, type(panic())])
+def test_a_long_text_that_it_cannot_take_is_the_references_and_costs_no_others_the_speed(reference, kind):
+    """fastokens: a million blanks in a row exceed what its patterns can look back at."""
+
+    def encode(text):
+        if len(text) > 100_000:
+            raise kind("Max stack size exceeded")
+        return reference([text])[0]
+
+    swift, long = serving(reference, encode), " " * 100_001
+    for _ in range(fast.CHECK_EVERY + 20):
+        assert swift(long) == reference([long])[0]
+    assert swift.distrust is None
+
+
+def test_a_million_blanks_have_the_references_ids(made, reference):
+    encode = fast.load("fastokens", made.to_str())
+    assert not isinstance(encode, str), encode
+    swift = serving(reference, encode)
+    for text in (" " * 10**6, "\n" * 10**6 + "x"):
+        assert list(swift(text)) == reference([text])[0]
+    assert swift.distrust is None
 
 
 def test_an_interrupt_is_none_of_its_faults(reference):

@@ -52,3 +52,26 @@ def test_a_text_passes_if_it_has_none_of_the_characters_and_none_of_the_rows(tex
     kinds = ["edge", *map(kind_of, text), "edge"]
     has = unlike.intersection(text) or any(tuple(kinds[begin : begin + 3]) in rows for begin in range(len(kinds)))
     assert Guard(unlike, rows).passes(text) is not bool(has)
+
+
+MARKS = ("<|a|>", "[B]", "word")
+
+
+@settings(deadline=None)
+@given(
+    texts=st.lists(st.text(alphabet=st.sampled_from("ab .'1"), max_size=4), min_size=2, max_size=4),
+    marks=st.lists(st.sampled_from(MARKS), min_size=3, max_size=3),
+    rows=st.sets(st.tuples(*[st.sampled_from(["lower", "'", " ", "digit", "edge"])] * 3), max_size=3),
+)
+def test_what_stands_beside_a_mark_stands_at_an_edge(texts, marks, rows):
+    """A tokenizer cuts a text there, so that to it each piece is a text of its own."""
+    whole = texts[0] + "".join(mark + text for mark, text in zip(marks, texts[1:], strict=False))
+    if all(Guard((), rows).passes(text) for text in texts):
+        return
+    assert not Guard((), rows, marks=MARKS).passes(whole)
+
+
+def test_marks_mean_nothing_to_rows_without_an_edge():
+    assert Guard((), {("lower", "digit", "lower")}, marks=MARKS).passes("<|a|>1a")
+    assert not Guard((), {("edge", "digit", "lower")}, marks=MARKS).passes("<|a|>1a")
+    assert Guard((), {("edge", "digit", "lower")}).passes("<|a|>1a")

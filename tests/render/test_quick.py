@@ -215,6 +215,234 @@ async def test_any_chat_is_rendered_as_vllm_does(apps):
     await asyncio.to_thread(same)
 
 
+# -- conversations that grow -------------------------------------------------------------------------------------------
+
+ASKED = st.fixed_dictionaries(
+    {},
+    optional={
+        "add_generation_prompt": st.booleans(),
+        "max_tokens": st.sampled_from([1, 5]),
+        "add_special_tokens": st.booleans(),
+        "chat_template_kwargs": st.sampled_from([{"x": 1}, {"x": True}, {"bos_token": "x"}, {"x": [1]}]),
+        "truncate_prompt_tokens": st.sampled_from([3, -1]),
+        "continue_final_message": st.just(True),
+        "return_token_offsets": st.just(True),
+        "documents": st.just([{"title": "a", "text": "b"}]),
+        "echo": st.booleans(),
+        "stream": st.booleans(),
+    },
+)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_conversations_that_grow_are_rendered_as_vllm_does(apps):
+    loop = asyncio.get_running_loop()
+
+    async def grow(messages, asked):
+        for length in range(1, len(messages) + 1):
+            await assert_same(apps, CHAT, {"messages": messages[:length], **asked})
+
+    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(messages=CHATS, asked=ASKED)
+    def same(messages, asked):
+        asyncio.run_coroutine_threadsafe(grow(messages, asked), loop).result(60)
+
+    await asyncio.to_thread(same)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_of_a_conversation_that_grows_only_what_is_new_is_rendered(apps, monkeypatch):
+    from trivet.render.separable import Separable
+
+    run, rendered = Separable.run, []
+
+    def counted(self, variables, messages, wanted):
+        rendered.extend(wanted)
+        return run(self, variables, messages, wanted)
+
+    monkeypatch.setattr(Separable, "run", counted)
+    said = [{"role": ("user", "assistant")[number % 2], "content": f"turn {number}"} for number in range(12)]
+    for length in range(1, len(said) + 1):
+        rendered.clear()
+        await assert_same(apps, CHAT, {"messages": said[:length]})
+        if length > 2:
+            assert rendered == [length - 1]
+    rendered.clear()
+    await assert_same(apps, CHAT, {"messages": said})
+    assert not rendered
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_ids_of_a_tokenizer_that_is_distrusted_are_not_written(apps):
+    _, ours = apps
+    body = {"messages": [{"role": "user", "content": "distrusted"}]}
+    await assert_same(apps, CHAT, body)
+    plain = ours.state.trivet_plain_chats
+    assert plain._kept
+    plain._prompts._cache.forget()
+    await assert_same(apps, CHAT, body)
+    assert plain._generation == plain._prompts.generation
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_of_what_is_salted_nothing_is_kept(apps):
+    _, ours = apps
+    plain = ours.state.trivet_plain_chats
+    await assert_same(apps, CHAT, {"messages": HI})
+    before = list(plain._kept)
+    await assert_same(apps, CHAT, {"messages": [{"role": "user", "content": "salted"}, *HI], "cache_salt": "s"})
+    assert list(plain._kept) == before
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_template_that_asks_for_more_is_run_whole_and_told(apps):
+    _, ours = apps
+    plain = ours.state.trivet_plain_chats
+    theirs, (kept, expected) = plain._render_messages, (dict(plain._templates), plain._expected)
+    source = "{% for m in messages %}{{ m.content }}{{ messages[-1].content }}{% endfor %}"
+    asked: list[int] = []
+
+    def render_messages(*given_):
+        asked.append(1)
+        return theirs(*given_)
+
+    plain._render_messages = render_messages
+    try:
+        plain.expect(source)
+        assert plain.told() == "run for new messages only"
+        from vllm.renderers.params import ChatParams
+
+        from trivet.render.plain_chats import looked_at
+
+        for _ in range(3):
+            params = ChatParams(chat_template=source, chat_template_kwargs={"tokenize": False})
+            assert plain.render(looked_at(HI * 3), params, written=False) is None
+        assert plain.told() == "run whole: it looks at other messages than its own and the first"
+        assert len(asked) == 1, "vLLM's own way is looked at once"
+    finally:
+        plain._render_messages, plain._templates, plain._expected = theirs, kept, expected
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_ids_that_are_written_are_numbers_to_who_looks(apps):
+    from trivet.render.plain_chats import WrittenIds
+
+    ids = WrittenIds([b"1,2", b"3"], 3)
+    assert (list(ids), len(ids), ids[-1], ids[1:], 2 in ids) == ([1, 2, 3], 3, 3, [2, 3], True)
+    assert ids.json() == b"[1,2,3]"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_is_kept_of_messages_is_bounded(apps, monkeypatch):
+    _, ours = apps
+    plain = ours.state.trivet_plain_chats
+    monkeypatch.setattr(plain, "_capacity", 20_000)
+    for number in range(40):
+        await assert_same(apps, CHAT, {"messages": [{"role": "user", "content": f"é{number} " * 20}, *HI]})
+        assert plain._bytes == sum(one.size for one in plain._kept.values()) <= 20_000
+    assert plain._kept
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("asked", [{"max_tokens": 20}, {"max_completion_tokens": 20}, {}, {"temperature": 0.5, "n": 2}])
+async def test_chats_that_are_asked_for_alike_are_answered_as_vllm_does(apps, asked):
+    """Answers' limits follow from how long the prompts are: from far below to beyond what there is room for."""
+    for words in [1, 3, 1, 40, 90, 110, 118, 119, 120, 121, 122, 123, 124, 125, 126, 127, 128, 130, 1]:
+        await assert_same(apps, CHAT, {"messages": [{"role": "user", "content": "x " * 2 * words}], **asked})
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_of_chats_that_are_asked_for_alike_the_first_goes_vllms_way(apps, monkeypatch):
+    from vllm.entrypoints.scale_out.render.serving import ServingRender
+
+    _, ours = apps
+    short = next(route for route in ours.router.routes if type(route).__name__ == "_Short" and route.path == CHAT)
+    theirs, seen = short._handle, []
+
+    async def handle(*given_):
+        seen.append(1)
+        return await theirs(*given_)
+
+    monkeypatch.setattr(short, "_handle", handle)
+    assert isinstance(theirs.__self__, ServingRender)
+
+    async def handled(body, **headers):
+        seen.clear()
+        return (await assert_same(apps, CHAT, body, **headers)) and len(seen)
+
+    body = {"messages": HI, "seed": 4711, "max_tokens": 7}
+    assert await handled(body) == 1
+    assert await handled(body) == 0
+    assert await handled({**body, "messages": [*HI, *HI]}) == 0
+    assert await handled({**body, "seed": 4712}) == 1
+    assert await handled({**body, "seed": 4711.0}) == 1
+    assert await handled(body, **{"x-request-id": "mine"}) == 1
+    for other in (
+        {"request_id": "mine"},
+        {"stop": ["x"]},
+        {"cache_salt": "salt"},
+        {"min_tokens": 2},
+        {"tool_choice": None},
+        {"truncate_prompt_tokens": 200},
+        {"model": "nobody"},
+        {"echo": True},
+        {"return_token_offsets": True},
+    ):
+        for _ in range(2):
+            count = await handled({**body, **other})
+        assert count == (0 if "echo" in other else 1), other
+    answers = [(await ask(ours, CHAT, body)).json()["request_id"] for _ in range(3)]
+    assert len(set(answers)) == 3
+    assert all(one.startswith("chatcmpl-") for one in answers)
+
+
+def test_vllms_code_is_that_which_was_read(frontend):
+    """If it is not: read what ``repeated.fingerprint`` names anew, and only then add its fingerprint."""
+    import vllm
+
+    from trivet.render import repeated
+
+    if not vllm.__version__.startswith("0.32"):
+        pytest.skip("chats of this vLLM are each answered anew")
+    assert repeated.fingerprint() in repeated._READ
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_where_the_code_or_what_is_configured_is_not_known_nothing_is_repeated(apps, monkeypatch):
+    from trivet.render import repeated
+
+    _, ours = apps
+    handlers = ours.state.serving_render
+    assert handlers.online_renderer.parser is not None, "a tool parser is configured here"
+    assert repeated.Repeated.of(handlers, 1000) is not None
+    for name, value in [("reasoning_parser_cls", object), ("always_adjust_request", True)]:
+        with monkeypatch.context() as changed:
+            changed.setattr(handlers.online_renderer.parser, name, value)
+            assert repeated.Repeated.of(handlers, 1000) is None
+    monkeypatch.setattr(handlers, "request_logger", object())
+    assert repeated.Repeated.of(handlers, 1000) is None
+    monkeypatch.setattr(handlers, "request_logger", None)
+    monkeypatch.setattr(repeated, "_READ", frozenset())
+    assert repeated.Repeated.of(handlers, 1000) is None
+
+
+# -- what lies around --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("name", GOOD)
+async def test_answers_come_before_routes_are_looked_for(apps, monkeypatch, name):
+    _, ours = apps
+
+    async def looked(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(ours.router, "app", looked)
+    monkeypatch.setattr(ours.router, "middleware_stack", looked)
+    for _ in range(3):
+        assert (await ask(ours, *GOOD[name])).status_code == 200
+
+
 # -- clients that leave ------------------------------------------------------------------------------------------------
 
 
@@ -284,4 +512,5 @@ async def test_the_status_tells_how_prompts_are_tokenized(apps):
         told = (await client.get("/trivet/render")).json()
     assert told["tokenizer"] == "tokenizers"
     assert told["segments"] == "kept"
+    assert told["template"] == "run for new messages only"
     assert told["cache"]["segments"] > 0

@@ -282,3 +282,49 @@ def test_thousands_of_tokens_are_no_way_to_stop_the_service():
         "<unused6399>",
         "<unused64000><unus" + "<" * 50,
     ]
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+PARTS = st.lists(
+    st.tuples(st.sampled_from(["<s>", "<e>", "<s>>", "<", "", "T", "[M]"]), st.text(st.sampled_from("abc<s>e/ TM[]"))),
+    max_size=6,
+).map(lambda parts: ["".join(part) for part in parts])
+
+
+@pytest.mark.parametrize(
+    "added",
+    [
+        ("<s>", "<e>"),
+        ("<s>", "<s>>", "<e>"),
+        ("<s>", "a<s>", "<e>"),
+        ("<s>", "c<", "<e>"),
+        ("<e>", "e><s"),
+        ("[M]", "M]b", "<s>"),
+    ],
+)
+@settings(max_examples=150, deadline=None)
+@given(parts=PARTS)
+def test_ids_of_parts_are_those_of_the_whole(added, parts):
+    made = tokenizer(*map(token, added))
+    cache, _ = cached(made)
+    own = [[] if not part else ids for part, ids in zip(parts, cache.ids_of_parts(parts), strict=True)]
+    if None not in own:
+        assert [one for ids in own for one in ids] == plain(made, "".join(parts))
+
+
+def test_parts_that_begin_with_a_token_have_ids_of_their_own():
+    cache, _ = cached(tokenizer(token("<s>"), token("<e>")))
+    assert None not in cache.ids_of_parts(["<s>abc<e>", "<e>", "<s>"])
+    assert cache.ids_of_parts(["abc", "", "a<s>"]) == [None] * 3
+
+
+def test_parts_have_none_where_another_token_reaches_over_their_beginning():
+    cache, _ = cached(tokenizer(token("<s>"), token("a<"), token("<e>")))
+    assert cache.ids_of_parts(["<s>abc", "<e>"]) == [None, None]
+
+
+def test_parts_with_a_token_that_takes_blanks_have_none():
+    cache, _ = cached(tokenizer(token("<s>"), token("<e>", rstrip=True)))
+    assert cache.ids_of_parts(["<s>abc<e>"]) == [None]
+    assert cache.ids_of_parts(["<s>abc"]) != [None]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,7 +50,7 @@ def as_vllm_holds_it(folder: Path, kind=lambda own: own, **changes):
     from vllm.tokenizers.hf import get_cached_tokenizer, maybe_make_thread_pool
 
     let_go()
-    tokenizer = AutoTokenizer.from_pretrained(folder, **changes)
+    tokenizer = AutoTokenizer.from_pretrained(folder, **{"model_max_length": 1000, **changes})
     tokenizer.__class__ = kind(type(tokenizer))
     tokenizer = get_cached_tokenizer(tokenizer)
     maybe_make_thread_pool(tokenizer, 2)
@@ -81,6 +84,8 @@ CHAT = "<|im_start|>user\nDon't panic,\t's\n\n Grüße 東京 👍<|im_end|>\n<|
         {"add_special_tokens": False, "truncation": True, "max_length": 12},
         {"truncation": True, "max_length": 1},
         {"truncation": False, "max_length": None},
+        {"truncation": True},
+        {"truncation": True, "max_length": None},
         {"return_offsets_mapping": True},
         {"padding": "max_length", "max_length": 50},
         {"return_tensors": "np"},
@@ -235,7 +240,7 @@ def test_a_damaged_record_is_made_anew(tokenizing, folder, tmp_path, damage):
     settings = tokenizing.TokenizingSettings(verdicts=tmp_path, fast=())
     no_fast = tokenizing.TokenizingSettings(verdicts=tmp_path, fast=("no-such-package",))
     tokenizing.hasten(as_vllm_holds_it(folder), no_fast)
-    (record,) = tmp_path.iterdir()
+    (record,) = tmp_path.glob("*.json")
     record.write_bytes(damage)
     prompts = tokenizing.hasten(as_vllm_holds_it(folder), no_fast)
     assert prompts.told()["not used"] == "no-such-package is not installed"
@@ -261,7 +266,7 @@ def test_another_definition_is_compared_by_itself(tokenizing, folder, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     tokenizing.hasten(as_vllm_holds_it(spoiled(folder, other, unk_token="<|im_end|>")), settings)
-    assert len(list(verdicts.iterdir())) == 2
+    assert len(list(verdicts.glob("*.json"))) == 2
 
 
 def test_without_a_cache_every_text_is_tokenized(tokenizing, folder, verdicts):
@@ -270,3 +275,122 @@ def test_without_a_cache_every_text_is_tokenized(tokenizing, folder, verdicts):
     assert prompts.figures is None
     assert prompts.told()["segments"] == "not kept: turned off"
     assert tokenizer.encode("Hi") == as_vllm_holds_it(folder).encode("Hi")
+
+
+def test_workers_that_start_at_once_compare_once(tokenizing, folder, tmp_path, monkeypatch, caplog):
+    """The second waits, and reads what the first has found."""
+    tokenizers = [as_vllm_holds_it(folder) for _ in range(2)]
+    compared: list[str] = []
+    begun, waits = threading.Event(), threading.Event()
+
+    def compare(definition, names):
+        compared.append(definition)
+        begun.set()
+        assert waits.wait(20)
+        return tokenizing.Finding(refused=dict.fromkeys(names, "was looked at"))
+
+    class Hears(logging.Handler):
+        def emit(self, record):
+            if "waiting for it" in record.getMessage():
+                waits.set()
+
+    hears = Hears()
+    logging.getLogger("trivet").addHandler(hears)
+    monkeypatch.setattr(tokenizing, "compare", compare)
+    settings = tokenizing.TokenizingSettings(verdicts=tmp_path, fast=("fastokens",))
+    try:
+        with caplog.at_level(logging.INFO, "trivet"), ThreadPoolExecutor(2) as pool:
+            first = pool.submit(tokenizing.hasten, tokenizers[0], settings)
+            assert begun.wait(20)
+            second = pool.submit(tokenizing.hasten, tokenizers[1], settings)
+            found = [one.result(30).told()["not used"] for one in (first, second)]
+    finally:
+        logging.getLogger("trivet").removeHandler(hears)
+    assert found == ["fastokens was looked at"] * 2
+    assert len(compared) == 1
+    assert caplog.text.count("comparing fast tokenizers for this model") == 1
+
+
+# -- what is said of it ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fastokens", "gigatoken"])
+def test_one_that_is_asked_for_by_name_and_not_there_is_a_warning_with_the_mend(
+    tokenizing, folder, tmp_path, monkeypatch, caplog, name
+):
+    tokenizer = as_vllm_holds_it(folder)
+    settings = replace(tokenizing.settings_of(1, name), verdicts=tmp_path)
+    found = tokenizing.Finding(refused={name: tokenizing.NOT_INSTALLED})
+    monkeypatch.setattr(tokenizing, "compare", lambda definition, names: found)
+    with caplog.at_level(logging.WARNING):
+        tokenizing.hasten(tokenizer, settings)
+    assert f"{name} is asked for and not used: it is not installed -> pip install {name}" in caplog.text
+
+
+def test_one_that_is_asked_for_and_differs_is_a_warning_too(tokenizing, folder, tmp_path, monkeypatch, caplog):
+    tokenizer = as_vllm_holds_it(folder)
+    found = tokenizing.Finding(refused={"gigatoken": "gives other ids for 'x'"})
+    monkeypatch.setattr(tokenizing, "compare", lambda definition, names: found)
+    with caplog.at_level(logging.WARNING):
+        tokenizing.hasten(tokenizer, replace(tokenizing.settings_of(1, "gigatoken"), verdicts=tmp_path))
+    assert "it gives other ids for 'x' -> fast_tokenizer: auto" in caplog.text
+
+
+@pytest.mark.parametrize("asked", ["auto", "off"])
+def test_without_a_name_nothing_is_a_warning(tokenizing, folder, tmp_path, monkeypatch, caplog, asked):
+    tokenizer = as_vllm_holds_it(folder)
+    found = tokenizing.Finding(refused={"gigatoken": tokenizing.NOT_INSTALLED})
+    monkeypatch.setattr(tokenizing, "compare", lambda definition, names: found)
+    with caplog.at_level(logging.WARNING):
+        assert not isinstance(
+            tokenizing.hasten(tokenizer, replace(tokenizing.settings_of(1, asked), verdicts=tmp_path)), str
+        )
+    assert not caplog.records
+
+
+def test_that_vllm_was_told_to_use_another_is_a_warning(tokenizing, settings, folder, caplog):
+    """What VLLM_USE_FASTOKENS does: another object under the tokenizer."""
+
+    class Shim:
+        def __getattr__(self, name):
+            raise AttributeError(name)
+
+    tokenizer = as_vllm_holds_it(folder)
+    tokenizer._tokenizer = Shim()
+    with caplog.at_level(logging.WARNING):
+        assert "VLLM_USE_FASTOKENS" in tokenizing.hasten(tokenizer, settings)
+    assert "no fast tokenizer: another tokenizer has been put in its place" in caplog.text
+
+
+# -- what becomes of it later ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["add_tokens", "add_special_tokens"])
+def test_tokens_that_are_added_later_leave_it_to_the_tokenizer(tokenizing, settings, folder, caplog, way):
+    """As processors of some models do when they are made (DeepSeek-VL2, Ovis 2.5)."""
+    from transformers import AutoTokenizer
+
+    ours, theirs = (AutoTokenizer.from_pretrained(folder) for _ in range(2))
+    prompts = tokenizing.hasten(ours, settings)
+    text = "Hi<|image|>you"
+    assert ours.encode(text) == theirs.encode(text)
+    added = ["<|image|>"] if way == "add_tokens" else {"additional_special_tokens": ["<|image|>"]}
+    for one in (ours, theirs):
+        with caplog.at_level(logging.WARNING):
+            getattr(one, way)(added)
+    assert ours.encode(text) == theirs.encode(text)
+    assert ours(text)["input_ids"] == theirs(text)["input_ids"]
+    assert prompts.ids(text, add_special_tokens=False) is None
+    assert prompts.ids_of_parts([text]) == [None]
+    assert "vLLM's own" in prompts.told()["tokenizer"]
+    assert "tokens were added" in caplog.text
+
+
+def test_tokens_that_were_there_before_change_nothing(tokenizing, settings, folder):
+    from transformers import AutoTokenizer
+
+    ours = AutoTokenizer.from_pretrained(folder)
+    prompts = tokenizing.hasten(ours, settings)
+    ours.add_tokens(["<|im_end|>"], special_tokens=True)
+    assert prompts.aside is None
+    assert prompts.ids("Hi", add_special_tokens=False) is not None

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import threading
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -11,6 +12,7 @@ from helpers.boards import Process, board_of
 from helpers.processes import until
 from trivet.routing import board as board_module
 from trivet.routing.board import Board, BoardError, Count, Handover
+from trivet.routing.proofs import Proof
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def test_a_board_of_another_layout_is_refused(monkeypatch):
     monkeypatch.setattr(board_module, "LAYOUT", 99)
     made = Board.create(1, 4)
     monkeypatch.undo()
-    with pytest.raises(BoardError, match="a board of layout 99; this is 2"):
+    with pytest.raises(BoardError, match="a board of layout 99; this is 3"):
         Board.open(made.descriptor, 0)
     made.close()
 
@@ -196,8 +198,45 @@ def test_an_engine_that_is_started_anew_is_measured_anew():
             assert board.handover(*pair) == Handover(0.5, 1)
 
 
+def test_how_a_pair_stands_is_known_to_all_workers_and_forgotten_with_its_engines():
+    with board_of(2) as (made, first, second):
+        pair = Seat(0, 1), Seat(1, 1)
+        assert second.proof(*pair) is Proof.UNPROVEN
+        first.note_proof(*pair, Proof.GOOD)
+        assert second.proof(*pair) is Proof.GOOD
+        assert second.proof(Seat(1, 1), Seat(0, 1)) is Proof.UNPROVEN
+        first.note_proof(*pair, Proof.WRONG_TOKENS)
+        assert second.proof(*pair) is Proof.WRONG_TOKENS
+        for anew in ((Seat(0, 2), Seat(1, 1)), (Seat(0, 1), Seat(1, 2))):
+            assert second.proof(*anew) is Proof.UNPROVEN
+            first.note_proof(*anew, Proof.OPEN)
+            assert second.proof(*anew) is Proof.OPEN
+        made.clear_engine(1)
+        assert second.proof(Seat(0, 1), Seat(1, 2)) is Proof.UNPROVEN
+        assert first.handover(*pair) is None
+
+
+def test_the_last_trouble_of_any_worker_is_known_to_all():
+    with board_of(2) as (made, first, second):
+        pair = Seat(2), Seat(3)
+        assert (first.last_trouble_s(), first.last_trouble_s(*pair)) == (0.0, 0.0)
+        before_s = time.monotonic()
+        second.note_trouble(*pair)
+        assert before_s <= first.last_trouble_s(*pair) <= time.monotonic()
+        assert first.last_trouble_s() == pytest.approx(first.last_trouble_s(*pair))
+        assert first.last_trouble_s(Seat(3), Seat(2)) == 0.0
+        made.clear(1)
+        assert first.last_trouble_s() == 0.0
+        made.clear_engine(2)
+        assert first.last_trouble_s(*pair) == 0.0
+
+
 def test_engines_without_a_slot_have_no_pair():
     board = Board.private()
+    board.note_proof(Seat(None), Seat(0), Proof.GOOD)
+    board.note_trouble(Seat(None), Seat(0))
+    assert board.proof(Seat(None), Seat(0)) is Proof.UNPROVEN
+    assert board.last_trouble_s(Seat(None), Seat(0)) == board.last_trouble_s() == 0.0
     board.note_handover(Seat(None), Seat(0), 1.0)
     assert board.handover(Seat(None), Seat(0)) is None
 

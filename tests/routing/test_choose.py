@@ -5,11 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trivet.routing.choose import Knowledge, Route, choose
+from trivet.routing.choose import Knowledge, Route, another_decode, choose, told_of_bad
 from trivet.routing.engines import Engines, EngineView
 from trivet.routing.held import Held, new_key
 from trivet.routing.policy import Policy, Reason
 from trivet.routing.prefixes import Chain, Prefix, PrefixTable
+from trivet.routing.proofs import Proof
 
 
 def view(name: str, *, ready: bool = True) -> EngineView:
@@ -393,3 +394,79 @@ def told_and_sent(told: int | None, sent: int, *, whole: bool = True) -> tuple[s
 )
 def test_what_an_engine_tells_counts_and_what_it_was_sent_where_it_does_not(told, sent, whole, expected):
     assert told_and_sent(told, sent, whole=whole) == ("prefill-0", *expected)
+
+
+# pairs that are known to be bad
+
+
+def proven(**proofs: Proof) -> Engines:
+    """Two engines of each tier and a mixed one; ``p0d1=Proof.GOOD`` says how a pair stands."""
+    engines = Engines()
+    engines.update(view(name) for name in (*FOUR, "mixed-0"))
+    engines.guarded = True
+    seated = {one.name: one for one in engines.all()}
+    for pair, proof in proofs.items():
+        engines.board.note_proof(seated[f"prefill-{pair[1]}"], seated[f"decode-{pair[3]}"], proof)
+    return engines
+
+
+def proven_pair(engines: Engines, **more) -> tuple[str, ...]:
+    route = choose(engines, colocate=None, **more)
+    return (route.prefill.name[-1], route.decode.name[-1]) if route.prefill else (route.decode.name, route.label)
+
+
+GOOD, OPEN, BAD = Proof.GOOD, Proof.OPEN, Proof.BYTES
+
+
+@pytest.mark.parametrize(
+    ("proofs", "expected"),
+    [
+        ({}, ("0", "0")),
+        ({"p0d0": BAD}, ("0", "1")),
+        ({"p0d0": BAD, "p0d1": BAD}, ("1", "0")),
+        ({"p0d0": BAD, "p0d1": BAD, "p1d0": BAD}, ("1", "1")),
+        ({"p0d0": BAD, "p0d1": BAD, "p1d0": BAD, "p1d1": BAD}, ("mixed-0", Reason.PAIR_BAD)),
+        ({"p1d1": GOOD}, ("1", "1")),
+        ({"p1d1": OPEN}, ("1", "1")),
+        ({"p0d0": GOOD, "p1d1": GOOD}, ("0", "0")),
+        ({"p0d0": BAD, "p1d0": GOOD}, ("1", "0")),
+        ({"p0d0": OPEN, "p0d1": GOOD}, ("0", "0")),
+    ],
+)
+def test_bad_pairs_are_left_out_and_unproven_ones_while_there_are_others(proofs, expected):
+    assert proven_pair(proven(**proofs)) == expected
+    engines = proven(**proofs)
+    engines.guarded = False
+    assert proven_pair(engines) == ("0", "0"), "nobody says so where no canaries are sent"
+
+
+def test_load_chooses_among_the_pairs_that_are_left():
+    engines = proven(p0d0=BAD, p0d1=GOOD, p1d0=GOOD, p1d1=GOOD)
+    with engines.charge(view("decode-1"), 50):
+        assert proven_pair(engines) == ("0", "1"), "prefill first: its queue weighs more"
+    with engines.charge(view("prefill-0"), 50):
+        assert proven_pair(engines) == ("1", "0")
+    assert proven_pair(engines, avoid=frozenset({"prefill-0"})) == ("1", "0")
+
+
+def test_that_all_pairs_are_bad_is_told_in_words():
+    bad = {f"p{one}d{other}": Proof.WRONG_TOKENS for one in "01" for other in "01"}
+    route = choose(proven(**bad), colocate=None)
+    assert route.reason.startswith("no pair passes its canary: prefill-0 -> decode-0 (wrong-tokens), prefill-0 -> ")
+    many = Engines()
+    many.update(view(f"{tier}-{number}") for tier in ("prefill", "decode") for number in range(3))
+    many.guarded = True
+    for one in many.ready("prefill"):
+        for other in many.ready("decode"):
+            many.board.note_proof(one, other, Proof.SILENT)
+    assert told_of_bad(many).endswith("(silent), and 5 more")
+
+
+def test_kv_is_not_offered_to_an_engine_that_cannot_take_it():
+    engines = proven(p0d0=BAD, p0d1=GOOD, p1d0=GOOD)
+    (holder, *_) = engines.ready("prefill")
+    assert another_decode(engines, holder, frozenset()).name == "decode-1"
+    assert another_decode(engines, holder, frozenset({"decode-1"})) is None
+    engines = proven(p0d1=GOOD)
+    assert another_decode(engines, holder, frozenset()).name == "decode-1"
+    assert another_decode(engines, holder, frozenset({"decode-1"})).name == "decode-0"

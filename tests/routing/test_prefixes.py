@@ -1,5 +1,6 @@
 """Chains of hashes, and the table of who has what, against an exact model of it."""
 
+import asyncio
 import itertools
 import subprocess
 import sys
@@ -346,3 +347,28 @@ def test_a_prompt_on_the_tokens_plane_is_marked_and_kept_apart_by_model_and_salt
     empty = Chain.of_tokens("m", "")  # no salt to an engine
     empty.extend(ids(128))
     assert empty.hashes == list(made["m", None].hashes)
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 512, 513, 1600])
+def test_what_is_learned_in_turns_is_what_is_learned(chunks):
+    prefix = Prefix([number * 2654435761 + 1 for number in range(chunks)], chunks * CHUNK_TOKENS + 1)
+    one, other = (PrefixTable(now_s=Clock()) for _ in range(2))
+    one.learn(prefix, A)
+    asyncio.run(other.learn_in_turns(prefix, A))
+    assert other.known(prefix, A) == one.known(prefix, A) == Known(chunks * CHUNK_TOKENS)
+    assert bytes(other._tags) == bytes(one._tags)
+
+
+async def test_others_have_their_turns_while_much_is_learned():
+    turns = 0
+
+    async def count():
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    counting = asyncio.create_task(count())
+    await PrefixTable().learn_in_turns(Prefix(list(range(1600)), 1600 * CHUNK_TOKENS), A)
+    counting.cancel()
+    assert turns >= 2

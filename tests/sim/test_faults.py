@@ -352,3 +352,34 @@ async def test_a_fault_cannot_shut_out_the_one_who_made_it(sim, client):
     assert (await client.get(sim, "/sim/state")).status == 200
     assert (await client.get(sim, "/sim/faults")).status == 200
     assert (await client.generate(sim, PROMPT)).status == 500
+
+
+# faults of KV that nothing else tells
+
+
+@pytest.mark.parametrize("kind", ["corrupt", "waver"])
+async def test_kv_that_is_wrong_shows_in_the_answer_alone(sim, client, kind):
+    expected = (await client.generate(sim, leg="decode")).tokens
+    sim.faults.add(Fault(kind, uses=None))
+    assert (await client.generate(sim, leg="decode")).tokens == expected, "no KV came from anywhere"
+    params = await client.prefill(sim)
+    got = await client.stream(sim, leg="decode", more={"kv_transfer_params": params})
+    assert got.status == 200
+    assert (len(got.tokens), got.tokens[0] == expected[0]) == (len(expected), False)
+
+
+async def test_bytes_that_are_not_counted(sim, client):
+    for kind, expected in (("uncounted", False), ("slow", True)):
+        sim.faults.add(Fault(kind, leg="decode"))
+        params = await client.prefill(sim, cache_salt=kind)
+        before = sim.stats.transfer_bytes.sum
+        answer = await client.stream(sim, leg="decode", more={"kv_transfer_params": params, "cache_salt": kind + "d"})
+        assert answer.status == 200
+        assert (sim.stats.transfer_bytes.sum > before) is expected
+
+
+async def test_an_engine_that_is_dull_answers_alike(sim, client):
+    prompts = ([300, 301], [400, 401, 402])
+    assert len({tuple((await client.generate(sim, ids)).tokens) for ids in prompts}) == 2
+    sim.faults.add(Fault("dull", uses=None))
+    assert len({tuple((await client.generate(sim, ids)).tokens) for ids in prompts}) == 1

@@ -28,6 +28,7 @@ PLACES = {
     "### gateway": model.Gateway,
     "`limits`, for all workers together:": model.Limits,
     "### Split or not": model.Split,
+    "### Guard": model.Guard,
 }
 
 
@@ -36,7 +37,9 @@ def test_every_field_has_a_row_and_every_row_is_a_field(heading):
     assert set(rows(heading)) == set(PLACES[heading].model_fields)
 
 
-@pytest.mark.parametrize("heading", ["### The render tier", "`limits`, for all workers together:", "### Split or not"])
+@pytest.mark.parametrize(
+    "heading", ["### The render tier", "`limits`, for all workers together:", "### Split or not", "### Guard"]
+)
 def test_defaults_are_those_of_the_code(heading):
     fields = {name: one for name, one in PLACES[heading].model_fields.items() if not one.default_factory}
     assert fields

@@ -1,6 +1,7 @@
 import json
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -343,13 +344,27 @@ def test_a_render_server_has_a_url_without_secrets(url):
     assert "is no render server: write http://host:port" in problem(RenderTier, servers=[url])
 
 
+@pytest.mark.parametrize("path", ["/v1", "/v1/", "/v1/chat/completions/render", "/a/b", "//v1"])
+def test_a_render_server_is_named_without_a_path(path):
+    """Its endpoints are vLLM's, and known."""
+    told = problem(RenderTier, servers=[f"http://host:9000{path}"])
+    assert f"leave out {path.rstrip('/')}, as paths are vLLM's: write http://host:port" in told
+
+
+@pytest.mark.parametrize("value", [False, "off"])
+def test_off_is_off_in_quotes_and_without(value):
+    """YAML reads it as false."""
+    assert RenderTier(fast_tokenizer=value).fast_tokenizer == "off"
+
+
+@pytest.mark.parametrize("value", [True, 0, None, "", "on"])
+def test_what_else_yaml_may_make_of_a_word_is_no_tokenizer(value):
+    assert "'auto', 'off'" in problem(RenderTier, fast_tokenizer=value)
+
+
 def test_render_servers_are_known_without_a_slash_at_the_end():
-    urls = ["http://127.0.0.1:9000/", "https://render.example/a/b/", "http://[::1]:9000"]
-    assert RenderTier(servers=urls).servers == [
-        "http://127.0.0.1:9000",
-        "https://render.example/a/b",
-        "http://[::1]:9000",
-    ]
+    urls = ["http://127.0.0.1:9000/", "https://render.example/", "http://[::1]:9000"]
+    assert RenderTier(servers=urls).servers == ["http://127.0.0.1:9000", "https://render.example", "http://[::1]:9000"]
     assert problem(RenderTier, servers=["http://a:1", "http://a:1/"]) == "Value error, the same server is named twice"
 
 
@@ -404,3 +419,26 @@ def test_render_servers_are_for_the_tokens_plane():
         "Value error, tiers.render.servers needs gateway.plane: tokens; on the text plane the engines render by "
         "themselves"
     )
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("gateway: {}", (60.0, 144)),
+        ("gateway: {guard: }", (60.0, 144)),
+        ("gateway: {guard: on}", (60.0, 144)),
+        ("gateway: {guard: {every_s: 5}}", (5.0, 144)),
+        ("gateway: {guard: {prompt_tokens: 600}}", (60.0, 600)),
+        ("gateway: {guard: off}", None),
+        ("gateway: {guard: 'off'}", None),
+    ],
+)
+def test_how_pairs_are_watched(written, expected):
+    guard = Gateway(**(yaml.safe_load(written)["gateway"])).guard
+    assert (None if guard is None else (guard.every_s, guard.prompt_tokens)) == expected
+
+
+@pytest.mark.parametrize("guard", ["often", {"every_s": 0.5}, {"prompt_tokens": 1}, {"every": 3}, 7])
+def test_a_guard_that_cannot_be_is_refused(guard):
+    with pytest.raises(ValidationError):
+        Gateway(guard=guard)

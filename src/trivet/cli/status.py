@@ -64,6 +64,10 @@ def status(
     out.print(table)
     if servers := facts.get("render_servers"):
         _show_render_servers(servers, several_workers="workers" in facts)
+    for pair in facts.get("pairs") or ():
+        if pair["proof"] not in _QUIET_PROOFS:
+            told = f"{pair['prefill']} -> {pair['decode']} is not used: its canary fails ({pair['proof']})"
+            out.print(f"[red]{escape(told)}[/]", soft_wrap=True)
     if reload := facts.get("reload"):
         out.print(f"reload {reload['number']}: {reload['state']}: {escape(reload['told'])}", soft_wrap=True)
     for engine in facts["engines"]:
@@ -77,6 +81,8 @@ def status(
             out.print(escape(f"{server['url']} {server['problem']}"), soft_wrap=True)
 
 
+_QUIET_PROOFS = frozenset({"unproven", "open", "good"})
+"""Of pairs that are used; see ``routing.proofs``."""
 _SERVER_STYLES = {"up": "green", "new": "yellow", "looking": "yellow"}
 
 

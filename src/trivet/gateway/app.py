@@ -240,7 +240,9 @@ class GatewayApp:
                 "the gateway is stopping" if self._stopping() else why_not_ready(self._engines, self._render_servers)
             )
             if why_not is None:
-                await answer(send, 200, remarks(self._render_servers).encode(), b"text/plain; charset=utf-8")
+                await answer(
+                    send, 200, remarks(self._engines, self._render_servers).encode(), b"text/plain; charset=utf-8"
+                )
             else:
                 await answer_error(send, 503, why_not)
         elif path == "/metrics":
@@ -293,9 +295,20 @@ class GatewayApp:
                 facts["load"] = {"running": load.running, "waiting": load.waiting, "kv_usage": load.kv_usage}
             engines.append(facts)
         facts = {**status, "engines": engines, "generations_running": self.gauges().generations}
+        if self._engines.guarded:
+            facts["pairs"] = self._pairs()
         if self._render_servers is not None:
             facts["render_servers"] = self._render_servers.facts()
         return facts if self._engines.board.workers == 1 else {**facts, "workers": self._workers()}
+
+    def _pairs(self) -> list[dict[str, str]]:
+        """The pairs of engines that are ready, and how each stands."""
+        ready = self._engines.ready
+        return [
+            {"prefill": one.name, "decode": other.name, "proof": self._engines.proof(one, other).word}
+            for one in ready("prefill")
+            for other in ready("decode")
+        ]
 
     def _workers(self) -> list[dict[str, Any]]:
         board = self._engines.board

@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from trivet.journal import GAP_BOUNDS_S, GenerationRecord, RequestRecord
 from trivet.routing.engines import Engines
 from trivet.routing.held import Held
+from trivet.routing.proofs import Proof
 
 _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 _WAIT_SECONDS = (0.0005, *_SECONDS)
@@ -85,6 +86,8 @@ class _Now(Collector):
             outstanding.add_metric([view.name, view.tier], self._engines.outstanding_tokens(view.name))
         yield ready
         yield outstanding
+        if self._engines.guarded:
+            yield self._pairs()
         if self._held is not None:
             live = GaugeMetricFamily(
                 "trivet_kv_events_live", "1 if the engine's KV events arrive, so that its cache is known", labels=labels
@@ -92,6 +95,18 @@ class _Now(Collector):
             for view in self._engines.all():
                 live.add_metric([view.name, view.tier], self._held.is_live(view))
             yield live
+
+    def _pairs(self) -> GaugeMetricFamily:
+        """Pairs with a verdict."""
+        good = GaugeMetricFamily(
+            "trivet_pair_good", "1 if the pair's last canary passed, 0 if it is not used", labels=["prefill", "decode"]
+        )
+        for prefill in self._engines.ready("prefill"):
+            for decode in self._engines.ready("decode"):
+                proof = self._engines.proof(prefill, decode)
+                if proof is Proof.GOOD or proof.is_bad:
+                    good.add_metric([prefill.name, decode.name], proof is Proof.GOOD)
+        return good
 
 
 class RenderMetrics:
@@ -331,6 +346,12 @@ class GatewayMetrics:
         )
         self.resumes = Counter(
             "trivet_resumes", "Answers that broke off and were continued on another engine", registry=registry
+        )
+        self.canaries = Counter(
+            "trivet_canaries",
+            "Canaries that were sent through pairs, by what came of them",
+            ["outcome"],
+            registry=registry,
         )
         self.recomputed = Counter(
             "trivet_recomputed_generations",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from trivet.routing.choose import choose
+from trivet.routing.choose import choose, told_of_bad
 from trivet.routing.engines import Engines
 
 
@@ -33,16 +33,20 @@ def why_not_ready(engines: Engines, render_servers: RenderServers | None = None)
     return None if render_servers is None else render_servers.why_not_ready()
 
 
-def remarks(render_servers: RenderServers | None) -> str:
+def remarks(engines: Engines, render_servers: RenderServers | None) -> str:
     """What is amiss though requests are served, in words for a person; empty if nothing is."""
-    told = "" if render_servers is None else render_servers.remarks()
-    return f"render servers that are not used: {told}\n" if told else ""
+    pairs = told_of_bad(engines)
+    servers = "" if render_servers is None else render_servers.remarks()
+    lines = [f"pairs that are not used: {pairs}\n"] if pairs else []
+    return "".join(lines + ([f"render servers that are not used: {servers}\n"] if servers else []))
 
 
 def _missing(engines: Engines) -> str:
     views = engines.all()
     if not views:
         return "there are no engines"
+    if engines.ready("prefill") and engines.ready("decode"):
+        return f"no pair passes its canary, and nobody serves colocated: {told_of_bad(engines)}"
     if engines.ready("prefill"):
         return "prefill engines cannot serve without a decode engine, and no decode or mixed engine is ready"
     if engines.ready("decode"):

@@ -23,6 +23,7 @@ from prometheus_client.multiprocess import mark_process_dead
 from trivet.errors import EngineFailedError, TopologyError, TrivetError
 from trivet.fleet.process import how_it_ended, tail
 from trivet.fleet.supervisor import EngineStatus, Fleet, State
+from trivet.gateway.guard import GuardConfig
 from trivet.gateway.reload import Reload, ReloadFailedError, Steps
 from trivet.gateway.runs import FAULTS_LOG, RELOAD_FILE, process_start, state_dir
 from trivet.gateway.shared import Shared
@@ -35,7 +36,7 @@ from trivet.routing.prefixes import REGION, TABLE_BYTES
 from trivet.routing.slots import Slots
 from trivet.surface.cors import CorsRules
 from trivet.topology.change import check_same_service, compare
-from trivet.topology.model import flag_names
+from trivet.topology.model import flag_names, flag_value
 from trivet.topology.plan import MOST_ENGINES, Plan
 from trivet.topology.ports import bind
 
@@ -451,6 +452,7 @@ class _Worker:
             cache_mib=self._plan.topology.tiers.render.cache_mib,
             fast_tokenizer=self._plan.topology.tiers.render.fast_tokenizer,
             render_servers=tier if (tier := self._plan.topology.tiers.render).servers else None,
+            guard=guard_config(self._plan),
         )
         assert process.stdin is not None
         process.stdin.write(config.dump() + b"\n" + self._state_line())
@@ -483,6 +485,34 @@ class _Worker:
             self._hearing.cancel()
 
 
+def guard_config(plan: Plan) -> GuardConfig | None:
+    """How a plan's pairs are watched; None if they are not, or if there are none."""
+    guard = plan.topology.gateway.guard
+    if guard is None or plan.connector is None:
+        return None
+    # vLLM takes a priority only where it schedules by it; of engines that others started that is not known
+    by_priority = all(flag_value(one.own_flags, "scheduling-policy") == "priority" for one in plan.engines)
+    return GuardConfig(
+        plan.served_names[0],
+        guard.every_s,
+        guard.prompt_tokens,
+        _LAST_PRIORITY if by_priority else 0,
+        _vocab_size(plan.model),
+    )
+
+
+def _vocab_size(model: str) -> int | None:
+    """Of a model that lies in a folder; else None."""
+    try:
+        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+        sizes = [one.get("vocab_size") for one in (config, config.get("text_config") or {})]
+    except (OSError, ValueError, AttributeError):
+        return None
+    return next((one for one in sizes if isinstance(one, int) and one > 1), None)
+
+
+_LAST_PRIORITY = 1000
+"""Of canaries: behind everything that clients are likely to ask for."""
 _STATEFUL = frozenset({"logits-processors", "watermark-config"})
 """Flags of engines by which sampling may depend on what an answer has so far."""
 

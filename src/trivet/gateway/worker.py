@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import math
 import os
@@ -31,6 +30,7 @@ from trivet.errors import TrivetError
 from trivet.gateway.admission import Admission, SharedAdmission
 from trivet.gateway.app import GENERATING, GatewayApp, Rules
 from trivet.gateway.endings import Endings
+from trivet.gateway.guard import Guard, GuardConfig
 from trivet.gateway.logs import tell_request, write_json, write_text
 from trivet.gateway.metrics import GatewayMetrics, Rendered
 from trivet.gateway.server import GatewayProtocol
@@ -44,6 +44,7 @@ from trivet.legs.ending import end
 from trivet.legs.life import Legs
 from trivet.legs.watch import Patience
 from trivet.legs.wire import open_session
+from trivet.render.garbage import spare_collections
 from trivet.render.pool import Pool, PoolRules
 from trivet.routing.board import BEAT_S, Board
 from trivet.routing.choose import Knowledge
@@ -63,14 +64,12 @@ logger = logging.getLogger(__name__)
 _LINE_LIMIT_BYTES = 16 * 2**20
 _SWITCH_S = 0.0005
 """How long a thread that renders may keep the event loop waiting for Python's lock; 5 ms unless set."""
-_YOUNG_OBJECTS = 10_000
-"""So many more objects than before are looked through for garbage: a few MiB."""
 
 
 _STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
 """vLLM keeps answers of ``/v1/responses`` in the process that made them, if this is 1."""
 
-_NESTED = ("shared", "tls", "cors")
+_NESTED = ("shared", "tls", "cors", "guard")
 """Fields of ``WorkerConfig`` that are values with fields themselves."""
 
 
@@ -114,6 +113,8 @@ class WorkerConfig:
     """For token ids of text that came before."""
     fast_tokenizer: str = "auto"
     """See ``RenderTier``."""
+    guard: GuardConfig | None = None
+    """How pairs are watched; None if they are not."""
 
     def dump(self) -> bytes:
         """As one line of JSON."""
@@ -138,6 +139,7 @@ class WorkerConfig:
             value[name] = tuple(value[name])
         if (shared := value.get("shared")) is not None:
             value["shared"] = SharedConfig(**{**shared, "bell_fds": tuple(shared["bell_fds"])})
+        value["guard"] = None if value.get("guard") is None else GuardConfig(**value["guard"])
         value["tls"] = None if value.get("tls") is None else TlsFiles(**value["tls"])
         if (servers := value.get("render_servers")) is not None:
             value["render_servers"] = RenderTier(**servers)
@@ -171,6 +173,7 @@ async def _open_plane(
     if config.plane == "text":
         yield TextApp(engines, legs, GENERATING), None
         return
+    logger.info("loading vLLM ...")
     from trivet.render.frontend import open_frontend
     from trivet.render.tokenizing import settings_of
 
@@ -311,6 +314,9 @@ async def _serve(config: WorkerConfig, news: asyncio.StreamReader) -> None:
     limits, keeps_responses = config.limits, _keeps_responses(config, engines.board)
     records = _records(config, journal, engines.board)
     async with open_session() as session:
+        guard = None
+        if config.guard is not None and connector is not None:
+            guard = Guard(config.guard, engines, session, connector, lambda what: metrics.canaries.labels(what).inc())
         legs = Legs(
             engines,
             session,
@@ -319,12 +325,14 @@ async def _serve(config: WorkerConfig, news: asyncio.StreamReader) -> None:
             Patience(limits.silence_s),
             config.obstacle,
             knowledge,
+            troubled=guard.troubled if guard is not None else lambda _: None,
         )
         async with (
             _open_plane(config, engines, legs, metrics) as (plane, render_servers),
             _beating(config, engines.board, metrics) as admission,
             records.open_to_siblings(),
             _hearing(config, knowledge, engines.board) as heard,
+            guard.watching() if guard is not None else contextlib.nullcontext(),
         ):
             app = GatewayApp(
                 plane,
@@ -412,21 +420,8 @@ def _tracing(config: WorkerConfig) -> Tracing | None:
 async def _report_when_started(server: uvicorn.Server, report_fd: int) -> None:
     while not server.started:  # noqa: ASYNC110  (uvicorn has no event to wait for)
         await asyncio.sleep(0.02)
-    _spare_collections()
+    spare_collections()
     report(report_fd, {"ready": True})
-
-
-def _spare_collections() -> None:
-    """Has the garbage collector leave alone what stays, and look less often for what goes.
-
-    What was loaded until now lives as long as the worker. vLLM's front end alone is 600 000 objects, and going through
-    them in a full collection stops all streams for some tenths of a second. What requests leave behind nearly all goes
-    without the collector: with the default threshold (700) it took 1.5 % of a text plane's CPU with 64 streams, mostly
-    in vain, with this one 0.5 %.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_YOUNG_OBJECTS, *gc.get_threshold()[1:])
 
 
 def report(report_fd: int, value: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from trivet.render.contract import TokenRequest
+from trivet.render.contract import EncodedIds, TokenRequest
 
 PREFILL_SAMPLING: Mapping[str, Any] = {"temperature": 0.0, "max_tokens": 1, "min_tokens": 1, "detokenize": False}
 """Sampling of a prefill leg whose token is thrown away."""
@@ -189,7 +189,8 @@ def first_token_may_be_handed_over(request: TokenRequest) -> bool:
 
 
 def _prompt(request: TokenRequest) -> dict[str, Any]:
-    body: dict[str, Any] = {"token_ids": list(request.token_ids), "model": request.model}
+    ids = request.token_ids
+    body: dict[str, Any] = {"token_ids": ids if isinstance(ids, EncodedIds) else list(ids), "model": request.model}
     if request.features is not None:
         body["features"] = request.features
     if request.cache_salt is not None:

@@ -41,7 +41,7 @@ from trivet.legs.watch import Patience, watch
 from trivet.legs.wire import GENERATE, LegError, reading
 from trivet.render.contract import DeadlinePassedError, ServingError, TokenChunk, TokenRequest
 from trivet.routing.board import Count
-from trivet.routing.choose import Knowledge, Route, choose
+from trivet.routing.choose import Knowledge, Route, another_decode, choose
 from trivet.routing.engines import Engines, EngineView
 from trivet.routing.policy import ALWAYS, Reason
 from trivet.routing.prefixes import NOTHING, Known, Prefix
@@ -63,6 +63,9 @@ _TENSORS = (
     "making, and one of another shape ends an engine. /v1/chat/completions takes images (a topology may allow the "
     "former: gateway.allow: [kv_transfer_params])"
 )
+_LATE_S, _LATE_TIMES = 2.0, 4.0
+"""Nothing from decode so long behind prefill's answer, nor in so many times what handovers of the pair take, is
+trouble: a transfer may hang, and an engine that waits for KV says nothing. The request waits on."""
 _ENDING_S = 1.0
 """How long generations may take to end that were told to; what they release must begin while there is a session."""
 
@@ -70,6 +73,20 @@ _OF_THE_CLIENT = _REFUSALS | {_NOT_FOUND}
 """What an engine says of a client's mistake."""
 
 Observer = Callable[[GenerationRecord, RequestRecord | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """What went wrong between two engines that were to serve a generation split."""
+
+    prefill: EngineView
+    decode: EngineView
+    told: str
+    fault: LegError | None = None
+    """None where no leg failed, and decode computed the prompt itself."""
+
+
+Troubled = Callable[[Trouble], None]
 
 
 @dataclass(slots=True)
@@ -97,6 +114,8 @@ class _Run(Generic[Piece]):
     broken_off: list[EngineView] = field(default_factory=list)
     """Engines that may have ended under it."""
     forgave: bool = False
+    late: asyncio.TimerHandle | None = None
+    """Tells of trouble if nothing comes from decode."""
     kept: dict[str, contextlib.ExitStack] = field(default_factory=dict)
     """Engines that must not be stopped as idle though no leg runs there: one is about to, or decode must fetch KV."""
 
@@ -144,6 +163,9 @@ class Legs:
         patience: Patience | None = None,
         obstacle: str | None = None,
         knowledge: Knowledge | None = None,
+        troubled: Troubled = lambda _: None,
+        tells: bool = True,
+        own_count: bool = False,
     ) -> None:
         """
         Args:
@@ -154,7 +176,14 @@ class Legs:
             patience: how long legs are waited for.
             obstacle: why no answer of these engines may be continued on another, or None.
             knowledge: what engines are chosen by beside their load; None splits whatever can be split.
+            troubled: called with what goes wrong between two engines, unless a client is to blame for it.
+            tells: each generation that ended is a line of the log, and what went wrong in it.
+            own_count: decode legs count as cached what they were handed themselves; see ``Connector.own_count``.
         """
+        self._own_count = own_count
+        self._troubled = troubled
+        self._level = logging.INFO if tells else logging.DEBUG
+        self._warning = logging.WARNING if tells else logging.DEBUG
         self._obstacle = obstacle
         self._knows = knowledge or Knowledge()
         self._engines = engines
@@ -195,6 +224,7 @@ class Legs:
         if request.session_id is not None:
             headers["x-session-id"] = request.session_id
         ask = TokenAsk(request, headers, unsplittable, self._obstacle)
+        await ask.prepare()
         async with aclosing(self.serve(ask)) as chunks:
             async for chunk in chunks:
                 if not chunk.is_empty:
@@ -250,7 +280,8 @@ class Legs:
             record.end_s = record.end_s or now_s()
             if owner is not None:
                 owner.running -= 1
-            generations_logger.info(
+            generations_logger.log(
+                self._level,
                 "request %s: %s, %d + %d tokens, %s, generation %s",
                 owner.request_id if owner is not None else "-",
                 "refused" if record.refused else record.error or record.finish_reason,
@@ -300,10 +331,11 @@ class Legs:
                             yield piece
                 return
             except LegError as fault:
+                self._note_trouble(run, route.prefill, fault)
                 self._learn(run, route, fault)
                 # words that blame a request may quote it
                 told = f"{fault.engine} refused it ({fault.status})" if fault.status in _REFUSALS else fault
-                logger.warning("generation %s: %s; trying elsewhere", run.ask.request_id, told)
+                logger.log(self._warning, "generation %s: %s; trying elsewhere", run.ask.request_id, told)
             if (end_of_answer := run.ask.unsaid_end) is not None:  # also where no attempt is left: none is needed
                 yield end_of_answer
                 return
@@ -356,6 +388,7 @@ class Legs:
             self._keep(run, route.decode, run.ask.tokens if together else 0)
             yield
         finally:
+            self._no_more_expected(run)
             for name in list(run.kept):
                 self._let_go(run, name)
 
@@ -426,6 +459,12 @@ class Legs:
                 return
         run.avoid.add(fault.engine)
 
+    def _note_trouble(self, run: _Run[Any], prefill: EngineView | None, fault: LegError) -> None:
+        """Tells who watches pairs of a fault, unless the request is to blame."""
+        decode = run.asked.get(run.record.decode_engine or "")
+        if prefill is not None and decode is not None and fault.status not in _OF_THE_CLIENT:
+            self._troubled(Trouble(prefill, decode, str(fault), fault))
+
     def _attempt(self, run: _Run[Piece], route: Route) -> AsyncGenerator[Piece, None]:
         if route.prefill is None:
             return self._decode(run, route.decode, None, None)
@@ -442,6 +481,8 @@ class Legs:
         self._stamp(record, start_s, prefilled)
         with reading(prefill.name):
             params = self._connector.decode_params(prefilled.kv_transfer_params)
+        if params is not None and self._own_count:
+            params = dict(self._connector.own_count(params))
         computed: Computed | None = Computed(prefill, prefilled.cached_tokens)
         try:
             if params is None:
@@ -453,6 +494,8 @@ class Legs:
                 yield prefilled.first
                 if prefilled.finished:
                     return
+            if computed is not None:
+                self._expect(run, held, params)
             async with aclosing(self._offered(run, held, params, computed)) as pieces:
                 async for piece in pieces:
                     yield piece
@@ -489,6 +532,8 @@ class Legs:
                 problem = self._connector.problem_of(prefilled.kv_transfer_params)
             if problem is not None:
                 self._not_handed_over(run, prefill, problem)
+            elif run.record.decode_first_s is None:
+                self._expect(run, held, to_decode)
             beside.answer(None if problem is not None else Computed(prefill, prefilled.cached_tokens))
             if prefilled.first is not None:
                 yield prefilled.first
@@ -534,10 +579,10 @@ class Legs:
             held.untaken = not tells
 
         if self._engines.is_leaving(held.decode):  # since it was chosen, while prefill computed
-            other = choose(self._engines, colocate=None, avoid=frozenset(run.avoid))
-            if other is not None and other.prefill is not None:
+            other = another_decode(self._engines, held.prefill, frozenset(run.avoid))
+            if other is not None:
                 self._let_go(run, held.decode.name)
-                self._offer(run, held, other.decode)
+                self._offer(run, held, other)
         while True:
             taken = False
             try:
@@ -549,6 +594,7 @@ class Legs:
                         # an answer that comes whole does not tell when its first token was made
                         if run.record.decode_first_s is None and not run.ask.is_told_at_once(params):
                             run.record.decode_first_s = now_s()
+                            self._no_more_expected(run)
                             self._note_handover(run)
                         yield piece
                 return
@@ -557,12 +603,32 @@ class Legs:
                     held.untaken = True  # it may have ended before it took the KV
                 if taken or fault.executed:
                     raise
-                other = choose(self._engines, colocate=None, avoid=frozenset({*run.avoid, fault.engine}))
-                if other is None or other.prefill is None:
+                other = another_decode(self._engines, held.prefill, frozenset({*run.avoid, fault.engine}))
+                if other is None:
                     raise
+                self._note_trouble(run, held.prefill, fault)
                 run.faults.append(fault)
                 run.avoid.add(fault.engine)
-                self._offer(run, held, other.decode)
+                self._offer(run, held, other)
+
+    def _expect(self, run: _Run[Any], held: _Held, params: Mapping[str, Any] | None) -> None:
+        """Has it told if nothing comes from decode for much longer than a handover takes."""
+        if run.ask.is_told_at_once(params):
+            return
+        usual = self._engines.board.handover(held.prefill, held.decode)
+        late_s = _LATE_S if usual is None else max(_LATE_S, _LATE_TIMES * usual.mean_s)
+
+        def tell() -> None:
+            told = f"{held.decode.name} has said nothing for {late_s:.0f} s since {held.prefill.name} answered"
+            self._troubled(Trouble(held.prefill, held.decode, told))
+
+        run.late = asyncio.get_running_loop().call_later(late_s, tell)
+
+    @staticmethod
+    def _no_more_expected(run: _Run[Any]) -> None:
+        if run.late is not None:
+            run.late.cancel()
+            run.late = None
 
     def _offer(self, run: _Run[Any], held: _Held, decode: EngineView) -> None:
         """KV goes to another decode engine than was chosen: what is prefilled is not prefilled again."""
@@ -583,15 +649,19 @@ class Legs:
         record.reason = f"{prefill.name} handed nothing over{f': {problem}' if problem else ''}"
         decode = run.asked[record.decode_engine or ""]
         pair = (prefill.name, prefill.generation, decode.name, decode.generation)
+        self._troubled(Trouble(prefill, decode, record.reason))
         if problem is not None and pair not in self._problems:
             self._problems.add(pair)
-            logger.warning("%s handed nothing over to %s: %s", prefill.name, decode.name, problem)
+            logger.log(self._warning, "%s handed nothing over to %s: %s", prefill.name, decode.name, problem)
 
     def _recomputed(self, run: _Run[Any]) -> None:
         """Prefill handed over, and decode computed the prompt itself: it went wrong behind prefill's answer."""
         record = run.record
         record.split = False
         record.transfer_problem = f"{record.decode_engine} computed the prompt itself; its log says why"
+        prefill, decode = run.asked.get(record.prefill_engine or ""), run.asked.get(record.decode_engine or "")
+        if prefill is not None and decode is not None:
+            self._troubled(Trouble(prefill, decode, record.transfer_problem))
 
     async def _prefill(
         self, run: _Run[Piece], held: _Held, params: Mapping[str, Any] | None, *, sample: bool
@@ -609,7 +679,7 @@ class Legs:
                     prefilled = await asyncio.shield(call)
             if prefilled.cached_tokens is not None:
                 self._knows.prefixes.correct(engine, run.cached, prefilled.cached_tokens)
-            self._knows.prefixes.learn(ask.prefix, engine)
+            await self._knows.prefixes.learn_in_turns(ask.prefix, engine)
             return prefilled
         except BaseException:
             # where the gateway names the transfer, what is held is known without the answer
@@ -663,7 +733,7 @@ class Legs:
                             break
                         if learned is None:  # the prompt's KV is there, computed or handed over
                             learned = run.ask.prefix
-                            self._knows.prefixes.learn(learned, engine)
+                            await self._knows.prefixes.learn_in_turns(learned, engine)
                         yield piece
             ended = True
         except LegError as fault:

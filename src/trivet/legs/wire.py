@@ -14,7 +14,7 @@ import aiohttp
 import orjson
 
 from trivet.legs.express import Express
-from trivet.render.contract import Features, TokenChunk, TokenLogprobs
+from trivet.render.contract import EncodedIds, Features, TokenChunk, TokenLogprobs
 from trivet.routing.engines import EngineView
 from trivet.surface.sse import EventSplitter, data_of
 
@@ -271,15 +271,22 @@ def with_stop_reason(chunk: TokenChunk, body: Mapping[str, Any]) -> TokenChunk:
 
 
 def parts_of(body: Mapping[str, Any]) -> list[bytes]:
-    """A body as JSON, in parts: what is no text of a prompt is megabytes, the same for all legs, and not copied."""
-    features = body.get("features")
-    if not isinstance(features, Features):
-        return [dump(body)]
-    rest = dump({name: value for name, value in body.items() if name != "features"})
-    return [rest[:-1], b',"features":', *features.encoded, b"}"]
+    """A body as JSON, in parts: what is large, and the same for all legs, has been written already."""
+    written: dict[str, Sequence[bytes]] = {}
+    if isinstance(features := body.get("features"), Features):
+        written["features"] = features.encoded
+    if isinstance(ids := body.get("token_ids"), EncodedIds):
+        written["token_ids"] = (ids.encoded,)
+    rest = dump({name: value for name, value in body.items() if name not in written})
+    if not written:
+        return [rest]
+    parts = [rest[:-1]]
+    for name, value in written.items():
+        parts += (b"," if len(rest) > 2 or len(parts) > 1 else b"", b'"%s":' % name.encode(), *value)
+    return [*parts, b"}"]
 
 
-def dump(body: Mapping[str, Any]) -> bytes:
+def dump(body: Mapping[str, Any] | Sequence[int]) -> bytes:
     """As JSON; token ids that are keys (``logit_bias``) become strings, as JSON has them."""
     try:
         return orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -28,6 +28,16 @@ class Features:
     encoded: Sequence[bytes] = field(repr=False)
     """The parts of a JSON object, as ``features`` of ``/inference/v1/generate`` is one (``MultiModalFeatures`` in
     vLLM): hashes, places and tensors. Megabytes, and made once a request, however many legs it has."""
+
+
+class EncodedIds(list[int]):
+    """Token ids, and the JSON of them: of a long prompt it is made once for all legs, in pieces."""
+
+    __slots__ = ("encoded",)
+
+    def __init__(self, ids: Iterable[int], encoded: bytes) -> None:
+        super().__init__(ids)
+        self.encoded = encoded
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,6 +120,11 @@ class Store(Generic[T]):
                 return held.what
         return None
 
+    def look(self, key: Hashable) -> list[T]:
+        """What is held by that key, and stays."""
+        self.forget_old()
+        return [held.what for held in self._by_key.get(key, {}).values()]
+
     def forget_old(self) -> None:
         """Forgets what has waited too long."""
         oldest = self._clock() - self._limits.age_s

@@ -39,6 +39,7 @@ _BLANKS = (b" ", b"\t", b"\r", b"\n")
 _REPEATED = {"chat_request", "prompt_token_ids", "stream_state"}
 _CHANGING = {"stream", "model", "generate_chunk", "prompt_tokens"}
 _HANDLE_BYTES = 256
+_KEPT = b'"kept"'
 
 _FIELDS: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _TOKENS, _LENS = "output_token_ids", "output_chunk_lens"
@@ -115,6 +116,8 @@ class _Derender:
         self._chunk: TypeAdapter[Any] = TypeAdapter(chunk_type)
         self._state_cls: Any = protocol.DerenderStreamState
         self._compares = chat and linear.linear
+        self._in_use: set[str] = set()
+        """Stems of the handles whose calls are under way."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -126,9 +129,12 @@ class _Derender:
         state = bytes(fields["stream_state"]) if fields and "stream_state" in fields else b"null"
         if fields is None:
             await _pass(scope, body, receive, send)
+        elif bytes(fields.get("state", b"null")) not in (b"null", _KEPT):
+            told = _refused(HTTPStatus.BAD_REQUEST, "state", f"state is {_KEPT.decode()} or left out")
+            await told(scope, receive, send)
         elif state.startswith(b'"'):
             await (await self._go_on(request, fields, state))(scope, receive, send)
-        elif bytes(fields.get("state", b"")) == b'"kept"':
+        elif bytes(fields.get("state", b"")) == _KEPT:
             await self._begin(scope, body, receive, send)
         elif not self._compares:
             await _pass(scope, body, receive, send)
@@ -218,10 +224,14 @@ class _Derender:
 
     async def _go_on(self, request: Request, fields: Mapping[str, msgspec.Raw], raw_handle: bytes) -> Response:
         handle = str(json.loads(raw_handle))
-        kept = self._linear.store.take(handle, lambda one: isinstance(one, Kept) and one.kind == self._path)
+        stem, _, calls = handle.rpartition(".")
+        kept = self._linear.store.take(
+            stem, lambda one: isinstance(one, Kept) and one.kind == self._path and one.handle == handle
+        )
         if kept is None:
             self._linear.unknown_handles += 1
-            return self._unknown(handle)
+            return self._unknown(stem, calls)
+        self._in_use.add(stem)
         call = Call(state=kept.state, live=kept.live, keep=True)
         try:
             chunk = self._read_chunk(fields)
@@ -236,12 +246,13 @@ class _Derender:
             return JSONResponse({"chunk": result[0].model_dump(), "stream_state": kept.handle})
         finally:
             # A call that was refused, or given up, has changed nothing; its parser may be gone, and is made again.
+            self._in_use.discard(stem)
             kept.live = call.live
             if call.answered is None or kept.state is call.answered:
                 self._hold(kept)
 
     def _hold(self, kept: Kept) -> None:
-        self._linear.store.put(kept.handle, kept, kept.live.weight if kept.live is not None else kept.bytes)
+        self._linear.store.put(kept.stem, kept, kept.live.weight if kept.live is not None else kept.bytes)
 
     def _read_chunk(self, fields: Mapping[str, msgspec.Raw]) -> Any:
         """
@@ -258,21 +269,31 @@ class _Derender:
             told = [{**one, "loc": ("body", name, "generate_chunk", *one["loc"])} for one in error.errors()]
             raise RequestValidationError(told) from error
 
-    def _unknown(self, handle: str) -> Response:
-        if handle.partition(".")[0] == self._here:
-            why = (
-                "was used already, or its stream stood still for longer than "
-                f"{self._linear.limits.age_s:g} s or had to make room for others"
-            )
-        else:
+    def _unknown(self, stem: str, calls: str) -> Response:
+        """What can be said of a handle that is good for nothing."""
+        here, _, _ = stem.partition(".")
+        if not (here and calls.isascii() and calls.isdigit()):
+            why = "stream_state is a string, and none that a first call with state: kept is answered with"
+            return _refused(HTTPStatus.BAD_REQUEST, "stream_state", why)
+        if here != self._here:
             why = "is no handle of this server process, or of the one that ran here before"
+        elif stem in self._in_use:
+            why = "is at work in another call, and good for one"
+        elif kept := next((one for one in self._linear.store.look(stem) if isinstance(one, Kept)), None):
+            if kept.kind != self._path:
+                why = f"stream_state belongs to a stream of {kept.kind}, not of {self._path}"
+                return _refused(HTTPStatus.BAD_REQUEST, "stream_state", why)
+            why = "was used already: each answer brings the next one"
+        else:
+            why = (
+                f"is not known any more: its stream stood still for longer than {self._linear.limits.age_s:g} s, had "
+                "to make room for others, or ended with a call that failed"
+            )
         message = (
-            f"stream_state {why}: begin again with the whole state (the request, the prompt, and all tokens so far "
+            f"stream_state {why}; begin again with the whole state (the request, the prompt, and all tokens so far "
             "in stream_state.output_token_ids, or as one generate_chunk whose answer is not used)"
         )
-        code = HTTPStatus.CONFLICT
-        error = {"message": message, "type": "ConflictError", "param": "stream_state", "code": code.value}
-        return JSONResponse({"error": error}, status_code=code)
+        return _refused(HTTPStatus.CONFLICT, "stream_state", message)
 
     # vLLM
 
@@ -337,6 +358,12 @@ async def _pass(scope: MutableMapping[str, Any], body: bytes, receive: Receive, 
 
     scope[_PASSED] = True
     await scope["app"].router(scope, again, send)
+
+
+def _refused(code: HTTPStatus, field: str, message: str) -> Response:
+    kind = "ConflictError" if code is HTTPStatus.CONFLICT else "BadRequestError"
+    error = {"message": message, "type": kind, "param": field, "code": code.value}
+    return JSONResponse({"error": error}, status_code=code)
 
 
 def _refusal(error: Any) -> Response:

@@ -31,6 +31,7 @@ from trivet.render.core import SplitCore
 from trivet.render.detokenizing import shorten_prompts
 from trivet.render.features import Rules
 from trivet.render.hub import look_for
+from trivet.render.parsing import parse_in_turns
 from trivet.render.quicken import quicken
 from trivet.render.tokenizing import PromptTokenizer, TokenizingSettings
 
@@ -53,8 +54,15 @@ _INLINE_CHARACTERS = 4096
 a thread and back costs about as much."""
 
 
-def parse_flags(flags: Sequence[str]) -> Namespace:
+IN_TOPOLOGY = "`flags` and `tiers.render.flags` in the topology"
+"""Where a person finds the flags of the render tier."""
+
+
+def parse_flags(flags: Sequence[str], flags_in: str = IN_TOPOLOGY) -> Namespace:
     """vLLM's ``serve`` flags, parsed by vLLM.
+
+    Args:
+        flags_in: where a person finds them.
 
     Raises:
         TrivetError: vLLM refuses them; its own words are in the message.
@@ -75,10 +83,10 @@ def parse_flags(flags: Sequence[str]) -> Namespace:
     except SystemExit as stop:
         raise TrivetError(
             f"vLLM refuses the render flags: {captured[0] if captured else stop}",
-            mend="look at `flags` and `tiers.render.flags` in the topology; `vllm serve --help` lists them",
+            mend=f"look at {flags_in}; `vllm serve --help=all` lists them",
         ) from None
     except Exception as error:  # argparse and vLLM's checks raise several kinds
-        raise refused_flags(error) from error
+        raise refused_flags(error, flags_in) from error
     assert isinstance(args, Namespace)
     return args
 
@@ -157,15 +165,15 @@ def unreadable_model(model: str, error: Exception) -> TrivetError:
     return TrivetError(
         f"the render tier cannot set up {model!r}: {_in_a_line(error)}",
         mend="give a Hugging Face folder (config.json, tokenizer) or a hub name that this machine can reach, and a "
-        "max_length and flags that fit it",
+        "longest length and flags that fit it",
     )
 
 
-def refused_flags(error: Exception) -> TrivetError:
+def refused_flags(error: Exception, flags_in: str = IN_TOPOLOGY) -> TrivetError:
     """What a person is told of flags that vLLM, or what it was told to load, does not take."""
     return TrivetError(
         f"vLLM refuses the render flags: {_in_a_line(error)}",
-        mend="look at `flags` and `tiers.render.flags` in the topology",
+        mend=f"look at {flags_in}",
     )
 
 
@@ -234,6 +242,7 @@ def _front_end_llm(config: VllmConfig, core: SplitCore) -> async_llm.AsyncLLM:
         llm.shutdown()
         raise _unknown_vllm()
     shorten_prompts()
+    parse_in_turns()
     # vLLM makes a span of its engine's timings, which are not here; trace headers reach the legs all the same.
     llm.output_processor.tracing_enabled = False
     # Whether there will be a watermark is the engines' to know: here only a client's refusal of one is kept.

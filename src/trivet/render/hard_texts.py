@@ -1,6 +1,6 @@
 """Texts on which tokenizers differ if they differ at all: what a fast tokenizer must pass before it is used.
 
-They are made for one tokenizer, since its own added tokens and their lookalikes are among them; about a megabyte.
+They are made for one tokenizer, since its own added tokens and their lookalikes are among them; two megabytes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ _EMOJI = (
     "👨‍👩‍👧‍👦👩🏽‍💻🏳️‍🌈🇩🇪🇯🇵🇺🇳❤️‍🔥👍🏿✌🏻☺️☺︎#️⃣*️⃣9️⃣🧑‍🚀🫠🫡🏴󠁧󠁢󠁥󠁮󠁧󠁿",
     "a👍b 👍 c👍👍👍  d😀\n😀😀😀\t😀 é̂́̃ ñ ñ Å Å ﷺ ꙮ 𝕳𝖊𝖑𝖑𝖔 ｆｕｌｌ ｗｉｄｔｈ ¹²³ ₁₂₃ ㎏ ㍿",
 )
-_BLANKS = (" ", "  ", "\t", "\n", "\r\n", "\r", "\v", "\f", " ", "　", " ", " ", " ", "﻿", "​")
+_BLANKS = (
+    *(" ", "  ", "\t", "\n", "\r\n", "\r", "\v", "\f", "\x1c", "\x85"),
+    *("\u00a0", "\u1680", "\u2003", "\u2009", "\u2028", "\u202f", "\u205f", "\u3000", "\ufeff", "\u200b"),
+)
+"""By number, as editors and tools make other blanks of those that nobody sees."""
 
 
 def hard_texts(added_tokens: Sequence[str]) -> Iterator[str]:
@@ -58,6 +62,7 @@ def hard_texts(added_tokens: Sequence[str]) -> Iterator[str]:
     yield from _lookalikes(added_tokens, chance)
     yield from _mixed(added_tokens, chance)
     yield from _noise(chance)
+    yield from _very_long(chance)
 
 
 def _by_character() -> Iterator[str]:
@@ -84,7 +89,7 @@ _KINDS = (
     "\n",
     "\r",
     "\v",
-    "　",
+    "\u3000",
     "a",
     "B",
     "'",
@@ -95,7 +100,7 @@ _KINDS = (
     "_",
     "é",
     "中",
-    "́",
+    "\u0301",
     "👍",
     "\x1f",
     "\u200d",
@@ -203,3 +208,15 @@ def _some(chance: random.Random, count: int, *, assigned: bool) -> Iterator[str]
             continue
         count -= 1
         yield chr(one)
+
+
+_VERY_LONG = 200_000
+"""Characters of which some time is spent on each, if any is."""
+
+
+def _very_long(chance: random.Random) -> Iterator[str]:
+    """What costs patterns and merges the most, if it costs them more than a character each."""
+    yield "".join(chance.choices(_CODE, k=_VERY_LONG // 100))[:_VERY_LONG]
+    for one in ("a", " ", "\n"):
+        yield one * _VERY_LONG
+    yield "".join(chr(chance.randrange(0x4E00, 0x9FA6)) for _ in range(_VERY_LONG))

@@ -125,10 +125,19 @@ def row_texts(unlike: Collection[str], *, meaningless: bool = False) -> Iterator
 class Guard:
     """Says whether a text has certain characters, or three certain kinds in a row."""
 
-    def __init__(self, unlike: Collection[str], rows: Collection[Row], *, meaningless: bool = False) -> None:
+    def __init__(
+        self,
+        unlike: Collection[str],
+        rows: Collection[Row],
+        *,
+        meaningless: bool = False,
+        marks: Collection[str] = (),
+    ) -> None:
         """
         Args:
             meaningless: also characters that are not assigned, or private.
+            marks: tokens at which tokenizers cut a text before anything else. What stands beside one stands at an edge,
+                though the text goes on: a row with an edge is looked for there too, by the marks' own ends.
         """
         self._unlike: np.ndarray | None = None
         if unlike or meaningless:
@@ -139,9 +148,13 @@ class Guard:
         if rows:
             count = len(_NAMES)
             self._rows = np.zeros(count**3, np.bool_)
-            for row in rows:
-                first, second, third = map(_NAMES.index, row)
-                self._rows[(first * count + second) * count + third] = True
+            befores = {_EDGE, *(kind_of(one[-1]) for one in marks if one)}
+            behinds = {_EDGE, *(kind_of(one[0]) for one in marks if one)}
+            for first, second, third in rows:
+                for before in befores if first == _EDGE else (first,):
+                    for behind in behinds if third == _EDGE else (third,):
+                        place = (_NAMES.index(before) * count + _NAMES.index(second)) * count + _NAMES.index(behind)
+                        self._rows[place] = True
 
     def without_unlike(self, text: str) -> str:
         """A text without those characters."""

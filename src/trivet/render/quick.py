@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -31,6 +31,12 @@ from vllm.entrypoints.scale_out.render import serving
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
+from trivet.render.outer import LEFT, answer_early
+from trivet.render.plain_chats import PlainMessages, WrittenIds, looked_at
+from trivet.render.renderer import ASKED, WRITTEN
+from trivet.render.repeated import Rendering, Repeated
+from trivet.render.validated import Validated
+
 logger = logging.getLogger(__name__)
 
 _ROUTES: Mapping[str, tuple[type[BaseModel], str]] = {
@@ -39,6 +45,8 @@ _ROUTES: Mapping[str, tuple[type[BaseModel], str]] = {
     "/v1/messages/render": (AnthropicMessagesRequest, "render_messages_request"),
 }
 _JSON = [(b"content-type", b"application/json")]
+_RAISED = "trivet.raised"
+"""In a scope: what vLLM's handler has raised."""
 _parse = msgspec.json.Decoder().decode
 """Of what it takes it makes what ``json`` does, numbers of any length among it; the rest it refuses."""
 
@@ -52,12 +60,14 @@ def shorten(app: FastAPI, inline_bytes: int) -> None:
     if getattr(app.state, "serving_render", None) is None:
         return
     serving.GenerateRequest = _unchecked  # by which name its handlers make their answers
+    serving.list = _listed  # and copy their ids
     short = [
         _Short(route, *_ROUTES[route.path], app.state.serving_render, inline_bytes)
         for route in app.router.routes
         if isinstance(route, APIRoute) and route.path in _ROUTES
     ]
     app.router.routes[0:0] = short
+    answer_early(app, {one.path: one for one in short})
 
 
 def _unchecked(**fields: Any) -> GenerateRequest:
@@ -70,6 +80,11 @@ def _unchecked(**fields: Any) -> GenerateRequest:
     return made
 
 
+def _listed(ids: Any = ()) -> Any:
+    """``list``, of what is to be one."""
+    return ids if type(ids) is WrittenIds else list(ids)
+
+
 class _Short(BaseRoute):
     def __init__(
         self, route: APIRoute, model: type[BaseModel], handler: str, handlers: serving.ServingRender, inline_bytes: int
@@ -77,6 +92,8 @@ class _Short(BaseRoute):
         self._route, self._model, self._inline = route, model, inline_bytes
         self._handle = getattr(handlers, handler)
         self._takes_request = len(inspect.signature(self._handle).parameters) > 1  # not in vLLM 0.30
+        self._spares = Validated(model) if model is ChatCompletionRequest and Validated.takes(model) else None
+        self._repeated = Repeated.of(handlers, inline_bytes) if self._spares is not None else None
         self.path, self.methods = route.path, route.methods  # other code looks through an application's routes
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
@@ -86,20 +103,30 @@ class _Short(BaseRoute):
         return self._route.url_path_for(name, **path_params)
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] != "POST":
-            await self._route.handle(scope, receive, send)
-            return
+        again: Receive | None = receive
+        if scope["method"] == "POST" and LEFT not in scope:
+            again = await self.answer(scope, receive, send)
+        if (error := scope.pop(_RAISED, None)) is not None:
+            raise error
+        if again is not None:
+            await self._route.handle(scope, again, send)
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> Receive | None:
+        """Answers; what to receive from where vLLM's route is to answer, and None otherwise."""
         inbox = _Inbox(receive)
         body = await inbox.whole()
-        answer = None if body is None else await self._answer(scope, body, inbox)
+        written = WRITTEN.set(True)
+        try:
+            answer = None if body is None else await self._answer(scope, body, inbox)
+        finally:
+            WRITTEN.reset(written)  # vLLM's route wants numbers
         if answer is None:
-            if not inbox.is_left:
-                await self._route.handle(scope, inbox.again, send)
-            return
-        status, written = answer
-        length = (b"content-length", str(len(written)).encode())
+            return None if inbox.is_left else inbox.again
+        status, content = answer
+        length = (b"content-length", str(len(content)).encode())
         await send({"type": "http.response.start", "status": status, "headers": [length, *_JSON]})
-        await send({"type": "http.response.body", "body": written})
+        await send({"type": "http.response.body", "body": content})
+        return None
 
     async def _answer(self, scope: Scope, body: bytes, inbox: _Inbox) -> tuple[int, bytes] | None:
         """The answer's status and body; None where vLLM's route is to answer, or the client has left."""
@@ -107,13 +134,84 @@ class _Short(BaseRoute):
         if request.headers.get("content-type", "").lower().split(";", 1)[0] != "application/json":
             return None
         try:
-            asked = self._model.model_validate(_parse(body))
-            rendering = self._handle(asked, request) if self._takes_request else self._handle(asked)
-            rendered = await (rendering if len(body) <= self._inline else inbox.unless_left(rendering))
-            return None if rendered is None else _answer_of(rendered)
-        except Exception as error:  # whatever it is: vLLM's route meets it as well, and knows how to tell it
-            logger.debug("%s is left to vLLM's route: %s", self.path, type(error).__name__)
+            told = _parse(body)
+            plain = None if self._spares is None or type(told) is not dict else looked_at(told.get("messages"))
+        except Exception as error:
+            self._leave(error)
             return None
+        if plain is None or self._spares is None:
+            return await self._rendered(scope, told, request, inbox, len(body))
+        key = self._spares.key_of(told)
+        repeated = self._repeated
+        if repeated is None or key is None or "request_id" in told or "x-request-id" in request.headers:
+            return await self._rendered(scope, told, request, inbox, len(body), plain, key)
+        try:
+            if (written := repeated.answer(key, plain)) is not None:
+                return 200, written
+        except Exception as error:  # vLLM's way knows how to tell it
+            self._leave(error)
+        seen: list[Any] = []
+        asked = ASKED.set(seen)
+        try:
+            return await self._rendered(scope, told, request, inbox, len(body), plain, key, seen)
+        finally:
+            ASKED.reset(asked)
+
+    async def _rendered(
+        self,
+        scope: Scope,
+        told: Any,
+        request: Request,
+        inbox: _Inbox,
+        length: int,
+        plain: PlainMessages | None = None,
+        key: Any = None,
+        seen: Sequence[Any] = (),
+    ) -> tuple[int, bytes] | None:
+        """What vLLM's handler answers.
+
+        Args:
+            told: the body.
+            plain: its messages, if they are a role and a text each.
+            key: what is asked for beside them.
+            seen: with what the renderer is called, by then; what is answered is kept for the next ones.
+        """
+        try:
+            asked = self._validated(told, plain, key)
+        except Exception as error:
+            self._leave(error)
+            return None
+        try:
+            rendering = self._handle(asked, request) if self._takes_request else self._handle(asked)
+            rendered = await (rendering if length <= self._inline else inbox.unless_left(rendering))
+        except Exception as error:  # it is raised where vLLM's handlers see it; to render once more would be no better
+            scope[_RAISED] = error
+            return None
+        try:
+            if rendered is None:
+                return None
+            ids = rendered.token_ids if isinstance(rendered, GenerateRequest) else None
+            answer = _answer_of(rendered)
+        except Exception as error:  # what only vLLM's way can write
+            self._leave(error)
+            return None
+        if type(ids) is WrittenIds and len(seen) == 1 and self._repeated is not None:
+            with contextlib.suppress(Exception):  # what is not kept is made anew
+                self._repeated.learn(key, asked, Rendering(*seen[0]), rendered.model_dump(), ids)
+        return answer
+
+    def _leave(self, error: Exception) -> None:
+        """Leaves a request to vLLM's route, which meets whatever it is as well, and knows how to tell it."""
+        logger.debug("%s is left to vLLM's route: %s", self.path, type(error).__name__)
+
+    def _validated(self, told: Any, plain: PlainMessages | None, key: Any) -> Any:
+        """The request; messages that are a role and a text have been looked at, and one of them is there."""
+        if self._spares is None or plain is None:
+            return self._model.model_validate(told)
+        told["messages"] = plain[-1:]
+        asked = self._spares.validated(told, key)
+        asked.__dict__["messages"] = plain
+        return asked
 
 
 def _answer_of(rendered: Any) -> tuple[int, bytes] | None:
@@ -131,7 +229,7 @@ def _fields(rendered: GenerateRequest) -> dict[str, Any]:
     ids = rendered.token_ids
     rendered.__dict__["token_ids"] = []
     fields: dict[str, Any] = rendered.model_dump()
-    fields["token_ids"] = ids
+    fields["token_ids"] = orjson.Fragment(ids.json()) if type(ids) is WrittenIds else ids
     return fields
 
 

@@ -13,6 +13,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+from trivet.render.apart import is_apart
+
 logger = logging.getLogger(__name__)
 
 _NAME = "_parse_chat_message_content"
@@ -44,7 +46,7 @@ class Remembered:
         mm_processor_kwargs: Any = None,
     ) -> list[dict[str, Any]]:
         """As vLLM's, of which it takes the place."""
-        if type(message) is not dict or message.keys() != _KEYS:
+        if type(message) is not dict or message.keys() != _KEYS or is_apart():
             return self.parse(message, mm_tracker, content_format, interleave_strings, mm_processor_kwargs)
         role, content = message["role"], message["content"]
         if type(role) is not str or type(content) is not str:

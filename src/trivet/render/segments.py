@@ -86,6 +86,7 @@ class Rules:
                 break
         if first is None:
             raise Unsuitable("it has no token at which a text can be cut")
+        self._every, self._joints = every, dict[str, bool]()
         self._cuts = re.compile(f"({_any_of(plain)})")
         self._odd = re.compile(_any_of(odd)) if odd else None
         self.ids: Mapping[str, int] = plain
@@ -94,6 +95,13 @@ class Rules:
         """One of them, which is no beginning of another: segments are tokenized behind it."""
         self.joins = joint is not None
         """Whether a segment before it ends where it begins, whatever the segment is: it can stand between two."""
+
+    def joins_at(self, token: str) -> bool:
+        """Whether texts end where this token begins: no other token reaches over its beginning, whatever they are."""
+        known = self._joints.get(token)
+        if known is None:
+            known = self._joints[token] = not any(_ends_in(other, token) for other in self._every)
+        return known
 
     def cut(self, text: str) -> list[str] | None:
         """The segments of a text and, at odd places, the tokens between them; None if it is not to be cut."""
@@ -222,6 +230,11 @@ class SegmentCache:
             self._generation += 1
 
     @property
+    def generation(self) -> int:
+        """Another one each time that all is forgotten."""
+        return self._generation
+
+    @property
     def figures(self) -> CacheFigures:
         """As of now."""
         with self._lock:
@@ -241,6 +254,31 @@ class SegmentCache:
             ids.append(of_cuts[token])
             ids += behind
         return ids
+
+    def ids_of_parts(self, texts: Sequence[str]) -> list[list[int] | None]:
+        """The ids of each of some texts in any text that is made of such ones; None where that depends on it.
+
+        A text that begins with a token over whose beginning no other reaches is cut there whatever stands before it.
+        So put together, such texts are cut as they are one by one.
+        """
+        cut = [self._rules.cut(text) for text in texts]
+        own = [
+            parts if parts and len(parts) > 1 and not parts[0] and self._rules.joins_at(parts[1]) else None
+            for parts in cut
+        ]
+        known = self._known([segment for parts in own if parts for segment in parts[2::2]])
+        of_cuts = self._rules.ids
+        made: list[list[int] | None] = []
+        for parts in own:
+            if parts is None:
+                made.append(None)
+                continue
+            ids: list[int] = []
+            for token, behind in zip(parts[1::2], parts[2::2], strict=True):
+                ids.append(of_cuts[token])
+                ids += known[behind]
+            made.append(ids)
+        return made
 
     def _look_up(self, segments: Sequence[str]) -> list[Sequence[int]] | None:
         """The ids of each, if they all are there."""

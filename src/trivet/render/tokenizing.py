@@ -14,7 +14,7 @@ import os
 import platform
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,13 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import BatchEncoding, PreTrainedTokenizerBase, TokenizersBackend
 
+from trivet.render.apart import is_apart
 from trivet.render.compare import Finding, compare
-from trivet.render.fast import CANDIDATES, FastTokenizer, Limits, load
+from trivet.render.fast import CANDIDATES, NOT_INSTALLED, FastTokenizer, Limits, load
 from trivet.render.hard_texts import hard_texts
 from trivet.render.segments import CacheFigures, Rules, SegmentCache, Unsuitable
 from trivet.render.spellings import spellings
+from trivet.render.verdicts import Verdict, Verdicts
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,8 @@ class TokenizingSettings:
     """For ids of segments, in this process; 0 keeps none."""
     fast: Sequence[str] = tuple(CANDIDATES)
     """Fast tokenizers to be tried, the fastest that is shown to be equal is used; none leaves it to the reference."""
+    named: str | None = None
+    """The one of them that was asked for by name, if one was."""
     verdicts: Path | None = field(default_factory=lambda: _verdicts())
     """Where results of the comparison are kept, which takes seconds; None keeps none."""
 
@@ -63,8 +67,11 @@ def _verdicts() -> Path:
 
 def settings_of(cache_mib: int, fast_tokenizer: str) -> TokenizingSettings:
     """The settings that a topology or command line names; see ``RenderTier``."""
-    fast = {"auto": tuple(CANDIDATES), "off": ()}.get(fast_tokenizer, (fast_tokenizer,))
-    return TokenizingSettings(cache_mib * 2**20, fast)
+    if fast_tokenizer == "auto":
+        return TokenizingSettings(cache_mib * 2**20)
+    if fast_tokenizer == "off":
+        return TokenizingSettings(cache_mib * 2**20, ())
+    return TokenizingSettings(cache_mib * 2**20, (fast_tokenizer,), fast_tokenizer)
 
 
 class PromptTokenizer:
@@ -86,6 +93,8 @@ class PromptTokenizer:
             raise Unsuitable("it merges at random (dropout)")
         self._ends = _ends(backend)
         self.fast, self.refused = self._choose(tokenizer, definition, settings)
+        self.aside: str | None = None
+        """Why it is not asked any more, or None."""
         self.uncut: str | None = None
         """Why segments are not kept, or None."""
         self._cache: SegmentCache | None = None
@@ -102,15 +111,32 @@ class PromptTokenizer:
 
     def ids(self, text: str, *, add_special_tokens: bool) -> list[int] | None:
         """The ids of a text; None where only the tokenizer itself knows what it adds."""
-        if add_special_tokens and self._ends is None:
+        if self.aside is not None or (add_special_tokens and self._ends is None):
             return None
-        ids = None if self._cache is None else self._cache.ids(text)
+        ids = None if self._cache is None or is_apart() else self._cache.ids(text)
         if ids is None:
             ids = list(self._encode(text))
         if add_special_tokens and self._ends is not None:
             before, behind = self._ends
             ids = [*before, *ids, *behind] if before or behind else ids
         return ids
+
+    def ids_of_parts(self, texts: Sequence[str]) -> list[list[int] | None]:
+        """See ``SegmentCache``; nothing has ids of its own where texts cannot be cut."""
+        cache = None if self.aside is not None else self._cache
+        return [None] * len(texts) if cache is None else cache.ids_of_parts(texts)
+
+    @property
+    def generation(self) -> int:
+        """Another one each time that ids made before are not to be trusted any more."""
+        return 0 if self._cache is None else self._cache.generation
+
+    def leave(self, why: str) -> None:
+        """Has the tokenizer itself do it from now on, as it is not what it was."""
+        self.aside = why
+        if self._cache is not None:
+            self._cache.forget()
+        logger.warning("prompts are tokenized as vLLM does it from now on: %s", why)
 
     @property
     def figures(self) -> CacheFigures | None:
@@ -119,6 +145,8 @@ class PromptTokenizer:
 
     def told(self) -> dict[str, str]:
         """How prompts are tokenized, for people: what, and how that is."""
+        if self.aside is not None:
+            return {"tokenizer": f"vLLM's own: {self.aside}", "segments": "not kept"}
         fast = self.fast
         told = {"tokenizer": "tokenizers" if fast is None or fast.distrust else fast.name}
         if fast is not None and fast.limits != Limits():
@@ -142,24 +170,35 @@ class PromptTokenizer:
         Raises:
             Unsuitable: the tokenizer is not what the library under it is.
         """
-        kept = settings.verdicts and settings.verdicts / f"{_fingerprint(tokenizer, definition, settings)}.json"
-        found = None if kept is None else _read(kept)
-        if found is None:
-            unsuitable = self._disagreement(tokenizer, definition)
-            finding = Finding() if unsuitable or not settings.fast else compare(definition, settings.fast)
-            found = _Verdict(unsuitable, finding)
-            if kept is not None and found.finding.lasts:
-                _write(kept, found)
+        name = _fingerprint(tokenizer, definition, settings)
+        kept = None if settings.verdicts is None else Verdicts(settings.verdicts)
+        found = None if kept is None else kept.read(name)
+        if found is None and kept is not None:
+            with kept.alone(name):  # several workers start at once
+                found = kept.read(name)
+                if found is None:
+                    found = self._find(tokenizer, definition, settings)
+                    if found.finding.lasts:
+                        kept.write(name, found)
+        found = found or self._find(tokenizer, definition, settings)
         if found.unsuitable is not None:
             raise Unsuitable(found.unsuitable)
-        name, refused = found.finding.fast, found.finding.refused
-        if name is None:
+        fast, refused = found.finding.fast, found.finding.refused
+        if fast is None:
             return None, refused
         spelling = found.finding.spelling
-        encode = load(name, spellings(definition)[spelling])
+        encode = load(fast, spellings(definition)[spelling])
         if isinstance(encode, str):
-            return None, {**refused, name: encode}
-        return FastTokenizer(name, encode, self._reference, found.finding.limits, spelling), refused
+            return None, {**refused, fast: encode}
+        marks = [token["content"] for token in json.loads(definition)["added_tokens"]]
+        return FastTokenizer(fast, encode, self._reference, found.finding.limits, spelling, marks), refused
+
+    def _find(self, tokenizer: TokenizersBackend, definition: str, settings: TokenizingSettings) -> Verdict:
+        unsuitable = self._disagreement(tokenizer, definition)
+        if unsuitable or not settings.fast:
+            return Verdict(unsuitable, Finding())
+        logger.info("comparing fast tokenizers for this model (once, some 10 s) ...")
+        return Verdict(None, compare(definition, settings.fast))
 
     def _disagreement(self, tokenizer: TokenizersBackend, definition: str) -> str | None:
         """That a tokenizer gives other ids than the library under it, or None."""
@@ -178,7 +217,11 @@ def hasten(tokenizer: Any, settings: TokenizingSettings) -> PromptTokenizer | st
     try:
         prompts = PromptTokenizer(tokenizer, settings)
     except Unsuitable as why:
+        if settings.named or isinstance(why, _Replaced):
+            logger.warning("no fast tokenizer: %s", why)
         return str(why)
+    if settings.named is not None and prompts.fast is None:
+        logger.warning("%s is asked for and not used: it %s", settings.named, _mended(prompts, settings.named))
     own = type(tokenizer)
     types = "token_type_ids" in tokenizer.model_input_names
 
@@ -186,6 +229,8 @@ def hasten(tokenizer: Any, settings: TokenizingSettings) -> PromptTokenizer | st
         if type(text) is not str or not wanted.keys() <= _MEANT:
             return None
         ids = prompts.ids(text, add_special_tokens=wanted.get("add_special_tokens", True))
+        if wanted.get("truncation") and wanted.get("max_length") is None:
+            return None  # a length of its own, which it may tell
         most = wanted.get("max_length") if wanted.get("truncation") else None
         return None if ids is None or (most is not None and len(ids) > most) else ids
 
@@ -200,8 +245,31 @@ def hasten(tokenizer: Any, settings: TokenizingSettings) -> PromptTokenizer | st
             return own.encode(self, text, *others, **wanted)
         return ids
 
-    tokenizer.__class__ = type(f"Hastened{own.__name__}", (own,), {"__call__": call, "encode": encode})
+    def add_tokens(self: Any, *tokens: Any, **more: Any) -> int:
+        added: int = own._add_tokens(self, *tokens, **more)  # by which ``add_tokens`` and ``add_special_tokens`` do it
+        if added:  # processors of some models do so, when they are made
+            prompts.leave("tokens were added to it")
+        return added
+
+    answers = {"__call__": call, "encode": encode, "_add_tokens": add_tokens}
+    tokenizer.__class__ = type(f"Hastened{own.__name__}", (own,), answers)
     return prompts
+
+
+class _Replaced(Unsuitable):
+    pass
+
+
+_REPLACED = (
+    "another tokenizer has been put in its place already (VLLM_USE_FASTOKENS=1 does so): it is not compared, and no "
+    "segments are kept"
+)
+
+
+def _mended(prompts: PromptTokenizer, name: str) -> str:
+    why = prompts.refused.get(name, "was refused")
+    mend = f"pip install {name}" if why == NOT_INSTALLED else "fast_tokenizer: auto takes another, where there is one"
+    return f"{why} -> {mend}"
 
 
 def _is_plain(tokenizer: TokenizersBackend) -> None:
@@ -210,7 +278,7 @@ def _is_plain(tokenizer: TokenizersBackend) -> None:
         Unsuitable: more than the library under it is at work.
     """
     if type(tokenizer.backend_tokenizer) is not Tokenizer:
-        raise Unsuitable("another tokenizer has been put in its place already")
+        raise _Replaced(_REPLACED)
     if tokenizer.split_special_tokens or tokenizer.backend_tokenizer.encode_special_tokens:
         raise Unsuitable("it splits special tokens")
     for name in _OVERRIDDEN:
@@ -258,29 +326,3 @@ def _fingerprint(tokenizer: TokenizersBackend, definition: str, settings: Tokeni
     for part in (definition.encode(), *(path.read_bytes() for path in own)):
         digest.update(hashlib.sha256(part).digest())
     return digest.hexdigest()[:32]
-
-
-@dataclass(frozen=True, slots=True)
-class _Verdict:
-    """What is kept of a tokenizer."""
-
-    unsuitable: str | None
-    finding: Finding
-
-
-def _read(path: Path) -> _Verdict | None:
-    try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        return _Verdict(told["unsuitable"], Finding(**told["finding"]))
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-
-
-def _write(path: Path, found: _Verdict) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(asdict(found)), encoding="utf-8")
-        draft.replace(path)
-    except OSError as error:
-        logger.warning("what was found of tokenizers is not kept: %s", error)

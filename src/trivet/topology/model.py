@@ -406,12 +406,20 @@ class RenderTier(_Strict):
         None, min_length=1, description="what the servers want as a bearer token; clients' keys never go there"
     )
 
+    @field_validator("fast_tokenizer", mode="before")
+    @classmethod
+    def _off_is_false(cls, value: object) -> object:
+        """What YAML makes of ``off``."""
+        return "off" if value is False else value
+
     @field_validator("servers")
     @classmethod
     def _can_be_asked(cls, value: list[str]) -> list[str]:
         for url in value:
             if not (re.fullmatch(r"https?://[^/\s?#@]+(/[^\s?#]*)?", url) and names_a_host(url)):
                 raise ValueError(f"{url!r} is no render server: write http://host:port, with a port from 1 to 65535")
+            if path := urlsplit(url).path.rstrip("/"):
+                raise ValueError(f"{url!r}: leave out {path}, as paths are vLLM's: write http://host:port")
         urls = [url.rstrip("/") for url in value]
         if len(set(urls)) != len(urls):
             raise ValueError("the same server is named twice")
@@ -514,6 +522,32 @@ def _split(value: object) -> object:
     return {"mode": value}
 
 
+class Guard(_Strict):
+    """How the gateway watches its pairs: a canary through each, at its start, after a restart and on a timer."""
+
+    every_s: float = Field(
+        60.0,
+        ge=1,
+        le=86400,
+        description="between two canaries of a pair that is well: what goes wrong without any error is found so soon; "
+        "errors are looked at at once",
+    )
+    prompt_tokens: int = Field(
+        144,
+        ge=2,
+        le=4096,
+        strict=True,
+        description="of a canary: more than one block of the largest usual size, 128, and a small part of one step",
+    )
+
+
+def _guard(value: object) -> object:
+    """``guard: off``, which YAML reads as false; ``on`` is the default."""
+    if value is False or value == "off":
+        return None
+    return {} if value is True or value == "on" else value
+
+
 class Tls(_Strict):
     """HTTPS of the gateway. Files in PEM; relative ones count from the topology's folder."""
 
@@ -582,6 +616,9 @@ class Gateway(_Strict):
     limits: Limits = Field(default_factory=Limits, description="what all workers together take on")
     split: Annotated[Split, BeforeValidator(_split)] = Field(
         default_factory=Split, description="when a request that could be split is split"
+    )
+    guard: Annotated[Guard | None, BeforeValidator(_guard)] = Field(
+        default_factory=Guard, description="canaries through pairs, so that a bad one gets no request; off: none"
     )
     tell_served: bool = Field(
         True, description="answers say in X-Trivet-Served how they were made, and by which engines (their names)"

@@ -24,7 +24,7 @@ tiers:
     # flags: {tool-call-parser: hermes, enable-auto-tool-choice: true}
     # env: {}                 # of the gateway's workers
     # cache_mib: 64           # of each worker, for token ids of text that came before
-    # fast_tokenizer: auto    # "off": the reference, tokenizers, alone
+    # fast_tokenizer: auto    # off: the reference, tokenizers, alone
     # servers: ["http://127.0.0.1:9000"]  # `trivet render FILE`: make token ids of prompts in the workers' place
   prefill:
     replicas: 1
@@ -54,6 +54,7 @@ gateway:
   drain_s: 30                 # how long running requests may take after a stop
   # plane: text               # engines render by themselves, and their bytes are passed through
   # split: always             # whatever that costs; auto splits where it pays, never does not
+  # guard: {every_s: 60}      # canaries through each pair, so that a bad one gets no request; off: none
   # limits: {running: 1024, queued: 1024, queue_s: 30, deadline_s: 600, silence_s: 300, unread_s: 60, body_mib: 64}
   # allow: []                 # what clients may say of how KV is moved; nothing, as it can end an engine
 """
