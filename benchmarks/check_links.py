@@ -31,6 +31,8 @@ _ON_CUDA = {
     "compilation-config": json.dumps({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}),
     "gpu-memory-utilization": "0.5",
 }
+_ON_ONE_GPU = {"gpu-memory-utilization": "0.3", "kv-cache-memory-bytes": str(8 << 30)}
+"""Engines that share a GPU and start together misread what is free."""
 _LIMIT_S = 270.0
 """Of an arm, the start of its engines included."""
 
@@ -69,12 +71,12 @@ def topology(arm: Arm, model: Path, ports: Sequence[int], options: argparse.Name
             "device": options.device,
             "engines": [{"name": tier, "port": port, **({"gpus": [gpu]} if cuda else {})}],
         }
-        for tier, port, gpu in zip(("prefill", "decode"), ports, (0, 1), strict=False)
+        for tier, port, gpu in zip(("prefill", "decode"), ports, options.gpus, strict=False)
     }
     return {
         "model": {"name": str(model), "served_names": ["m"], "max_length": options.max_length},
         "kv": {"connector": arm.connector, **({"options": dict(arm.options)} if arm.options else {})},
-        "flags": dict(_ON_CUDA) if cuda else {},
+        "flags": {**_ON_CUDA, **(_ON_ONE_GPU if len(set(options.gpus)) == 1 else {})} if cuda else {},
         "env": {**arm.env, **({"VLLM_USE_FLASHINFER_SAMPLER": "0"} if cuda else {})},
         "tiers": engines,
         "gateway": {"port": ports[2]},
@@ -116,6 +118,7 @@ def main() -> None:
     parser.add_argument("arms", nargs="+", choices=ARMS)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tokenizer", type=Path, help="a model folder; the demo's model unless given")
+    parser.add_argument("--gpus", type=int, nargs=2, default=[0, 1], help="of prefill and of decode")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--max-length", type=int, default=16384)
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[1000, 4000, 8000])

@@ -145,7 +145,7 @@ class Repeated:
         if type(ids) is not WrittenIds or not ids:
             return None
         max_tokens = self._max_tokens(known.limit, len(ids))
-        if max_tokens < 1 or max_tokens == _UNWRITTEN:
+        if max_tokens < 1 or max_tokens == -5:
             return None
         name = orjson.dumps(known.prefix + random_uuid())
         parts = name, ids.json(), known.before, max_tokens, known.behind
