@@ -65,7 +65,7 @@ CANARY = ("canary-error", "wrong-tokens", "recompute", "bytes", "handover", "fre
 
 @CONNECTOR
 async def test_a_good_pair_passes_its_canaries_and_tells_what_a_handover_takes(connector, model):
-    report = await checked(connector, model, wish=Wish(prompt_tokens=(500, 1000)))
+    report = await checked(connector, model, wish=Wish(prompt_tokens=(500, 1000)), transfer_ms_per_token=0.02)
     assert {level(report, name) for name in CANARY} == {Level.PASS}
     assert level(report, "arithmetic", "") is Level.PASS
     assert report.kv.bytes_per_token == BYTES_PER_TOKEN
@@ -77,6 +77,8 @@ async def test_a_good_pair_passes_its_canaries_and_tells_what_a_handover_takes(c
     assert 4 * block in lengths, "whole blocks"
     assert max(lengths) >= 1000
     assert all(one["kv_bytes"] == one["kv_bytes_expected"] for one in facts["canaries"])
+    overlaps = CONNECTORS[connector].legs_start_together
+    assert (facts["handover"]["gb_per_s"] is None) is overlaps, "KV that moves meanwhile tells nothing of the link"
 
 
 @CONNECTOR
@@ -109,7 +111,7 @@ async def test_one_bad_canary_of_many_is_told_as_one_of_many(connector, model):
     report = await checked(connector, model, faults=[("decode-0", Fault("uncounted", leg="decode", nth=5))])
     (found,) = [one for one in report.findings if one.name == "bytes"]
     assert found.level is Level.FAIL
-    assert "(1 of 12 canaries)" in found.said
+    assert "(1 of 13 canaries)" in found.said
 
 
 @CONNECTOR
@@ -174,7 +176,7 @@ def test_the_worst_of_them_is_the_finding():
 
 
 def test_times_of_a_cold_pair_and_of_what_was_not_handed_over_do_not_count():
-    cold = [outcome(10, 9.0), outcome(20, 9.0), outcome(20, 9.0)]
+    cold = [outcome(10, 9.0), outcome(20, 9.0), outcome(10, 9.0), outcome(20, 9.0)]
     late = Outcome("p -> d", "d", (1,), Failure("late", is_late=True), None)
     handovers, prefill, colocated = measured(
         [*cold, outcome(20, 0.1), outcome(20, 0.2), outcome(90, 5.0, computed_tokens=90), outcome(40, 0.3), late]

@@ -79,6 +79,8 @@ class Report:
     kv: KvSize | None
     """None where the model's config could not be read here."""
     findings: tuple[Finding, ...]
+    overlaps: bool = False
+    """Whether KV moves while it is computed: handovers do not tell the link's speed then."""
     predictions: Mapping[str, tuple[predict.Prediction, ...]] = field(default_factory=dict)
     """By pair."""
     handovers: Mapping[str, predict.HandoverModel] = field(default_factory=dict)
@@ -99,7 +101,7 @@ class Report:
             "kv": None if self.kv is None else self.kv.facts(),
             "pairs": {
                 pair: {
-                    "handover": _line_facts(self.handovers.get(pair), self.kv),
+                    "handover": _line_facts(self.handovers.get(pair), None if self.overlaps else self.kv),
                     "predictions": [one.facts() for one in self.predictions.get(pair, ())],
                     "canaries": [_outcome_facts(one) for one in outcomes],
                 }
@@ -176,6 +178,7 @@ class _Check:
             self._facts,
             kv,
             tuple(self._findings),
+            self._connector.legs_start_together,
             self._predictions,
             self._handovers,
             self._outcomes,
@@ -253,7 +256,8 @@ class _Check:
             return  # canaries say why
         line = predict.handover(handovers)
         self._handovers[name] = line
-        per_token = None if kv is None else kv.bytes_per_token
+        # where KV moves while it is computed, what is left of the handover says nothing of the link
+        per_token = None if kv is None or self._connector.legs_start_together else kv.bytes_per_token
         self._findings.append(predict.prediction_finding(name, line, per_token))
         if (slow := self._slow(name, line, per_token)) is not None:
             self._findings.append(slow)
@@ -311,7 +315,8 @@ class _PairCanaries:
         below, exact = max(1, min(block // 2, most)), max(1, min(_EXACT_BLOCKS * block, most))
         if not await self._ask(below) or not await self._ask(exact, freed=True):
             return self.outcomes
-        if not await self._ask(exact):  # the first paid for the handshake, and is not what such a prompt takes
+        # the first ones paid for the handshake, and are not what such prompts take
+        if not await self._ask(below) or not await self._ask(exact):
             return self.outcomes
         long = self._long(block, exact, most)
         middle = max(1, (exact + long) // 2)
@@ -325,9 +330,10 @@ class _PairCanaries:
         """A prompt of several chunks that ends within a block, if this pair computes it in reasonable time."""
         chunk = self.prefill.batched_tokens or _DEFAULT_CHUNK_TOKENS
         wanted = max(_CHUNKS * chunk + block // 2, *self.wish.prompt_tokens, _LEAST_LONG_BLOCKS * block)
-        last = self.outcomes[-1]
-        each_s = sum(one.whole_s for one in (last.split, last.colocated) if isinstance(one, Answer)) / exact
-        affordable = int(_BUDGET_S / (_REPEATS * 2 * each_s)) if each_s > 0 else wanted
+        (short, short_s), (_, exact_s) = ((one.prompt_tokens, _took_s(one)) for one in self.outcomes[-2:])
+        each_s = max(0.0, exact_s - short_s) / max(1, exact - short)
+        rest_s = _BUDGET_S / (_REPEATS * 2) - short_s  # half of it is for the long one, half for the two others
+        affordable = int(max(0.0, rest_s) / each_s) if each_s > 0 else wanted
         tokens = min(wanted, max(affordable, _LEAST_LONG_BLOCKS * block + block // 2), most)
         return max(tokens, exact + 1) if most > exact else tokens
 
@@ -344,6 +350,11 @@ class _PairCanaries:
         )
         self.outcomes.append(outcome)
         return isinstance(outcome.split, Answer)
+
+
+def _took_s(outcome: Outcome) -> float:
+    """Split and colocated together."""
+    return sum(one.whole_s for one in (outcome.split, outcome.colocated) if isinstance(one, Answer))
 
 
 def merged(outcomes: Sequence[Outcome]) -> list[Finding]:
@@ -383,7 +394,7 @@ def measured(
     return dict(handovers), dict(prefill), dict(colocated)
 
 
-_COLD = 3
+_COLD = 4
 """The first canaries of a pair: their times have a handshake, and first uses of a length, in them."""
 
 
