@@ -13,6 +13,7 @@ import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helpers.templates import templates
 from render.conftest import vllm_around
 
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions/render", "/v1/completions/render", "/v1/messages/render"
@@ -323,6 +324,64 @@ async def test_a_template_that_asks_for_more_is_run_whole_and_told(apps):
         plain._render_messages, plain._templates, plain._expected = theirs, kept, expected
 
 
+FIRST = "{% for m in messages %}{{ messages[0].content }}{{ m.content }}{{ x }}{{ loop.index }}{% endfor %}|{{ x }}"
+REST = (
+    "{{ messages[0].content }}{% for m in messages[1:] %}<|im_start|>{{ m.content }}{{ loop.first }}{% endfor %}{{ x }}"
+)
+LAST = "{% for m in messages %}<|im_end|>{{ m.role }}{{ loop.last }}{{ m.content | trim }}{% endfor %}"
+GIVEN = st.sampled_from([{}, {"x": 1}, {"x": True}, {"x": "1"}, {"x": None}, {"x": 0}, {"x": False}, {"x": ""}])
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_any_template_is_rendered_in_pieces_as_vllm_does(apps):
+    from vllm.renderers.params import ChatParams
+
+    from trivet.render.plain_chats import Prompt, looked_at
+
+    _, ours = apps
+    plain, renderer = ours.state.trivet_plain_chats, ours.state.online_renderer.renderer
+    made = {"pieces": 0, "ids": 0}
+
+    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(
+        messages=CHATS,
+        source=st.sampled_from([FIRST, REST, *[LAST] * 12, *templates().values()]),
+        given_=GIVEN,
+        written=st.booleans(),
+    )
+    def same(messages, source, given_, written):
+        params = ChatParams(chat_template=source, chat_template_kwargs={"tokenize": False, **given_})
+        for length in range(1, len(messages) + 1):
+            text = plain.render(looked_at(messages[:length]), params, written=written)
+            if text is None:
+                continue
+            made["pieces"] += 1
+            _, prompt = plain._render_messages(messages[:length], params)
+            assert str(text) == prompt["prompt"]
+            if type(text) is Prompt:
+                made["ids"] += 1
+                assert list(text.ids) == renderer.tokenizer.encode(prompt["prompt"], add_special_tokens=False)
+                assert len(text.ids) == len(list(text.ids))
+
+    await asyncio.to_thread(same)
+    assert made["pieces"] > 100
+    assert made["ids"] > 10
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_variables_that_are_equal_and_written_otherwise_are_told_apart(apps):
+    from vllm.renderers.params import ChatParams
+
+    from trivet.render.plain_chats import looked_at
+
+    plain = apps[1].state.trivet_plain_chats
+    found = []
+    for value in (1, True, 0, False, "1"):
+        params = ChatParams(chat_template=FIRST, chat_template_kwargs={"tokenize": False, "x": value})
+        found.append(plain.render(looked_at(HI), params, written=True))
+    assert found == [f"HiHi{value}1|{value}" for value in ("1", "True", "0", "False", "1")]
+
+
 @pytest.mark.asyncio(loop_scope="module")
 async def test_ids_that_are_written_are_numbers_to_who_looks(apps):
     from trivet.render.plain_chats import WrittenIds
@@ -347,8 +406,12 @@ async def test_what_is_kept_of_messages_is_bounded(apps, monkeypatch):
 @pytest.mark.parametrize("asked", [{"max_tokens": 20}, {"max_completion_tokens": 20}, {}, {"temperature": 0.5, "n": 2}])
 async def test_chats_that_are_asked_for_alike_are_answered_as_vllm_does(apps, asked):
     """Answers' limits follow from how long the prompts are: from far below to beyond what there is room for."""
-    for words in [1, 3, 1, 40, 90, 110, 118, 119, 120, 121, 122, 123, 124, 125, 126, 127, 128, 130, 1]:
-        await assert_same(apps, CHAT, {"messages": [{"role": "user", "content": "x " * 2 * words}], **asked})
+    rooms = set()
+    for words in [1, 3, 1, *range(190, 240), 300, 1]:
+        body = {"messages": [{"role": "user", "content": "x " * words}], **asked}
+        answer = (await assert_same(apps, CHAT, body)).json()
+        rooms.add(answer.get("sampling_params", {"max_tokens": None}).get("max_tokens", "default"))
+    assert rooms >= {1, 15, "default", 17, None}, "vLLM leaves the default, 16, out; and says that there is no room"
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -441,6 +504,17 @@ async def test_answers_come_before_routes_are_looked_for(apps, monkeypatch, name
     monkeypatch.setattr(ours.router, "middleware_stack", looked)
     for _ in range(3):
         assert (await ask(ours, *GOOD[name])).status_code == 200
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_cannot_be_written_here_is_answered_by_vllms_route(apps, monkeypatch):
+    from trivet.render import quick
+
+    def answer_of(_):
+        raise TypeError
+
+    monkeypatch.setattr(quick, "_answer_of", answer_of)
+    await assert_same(apps, CHAT, {"messages": HI, "seed": 815})
 
 
 # -- clients that leave ------------------------------------------------------------------------------------------------

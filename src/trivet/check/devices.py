@@ -93,7 +93,8 @@ async def _output(*command: str) -> str:
     except OSError:
         return ""
     try:
-        out, _ = await asyncio.wait_for(process.communicate(), _LIMIT_S)
+        async with asyncio.timeout(_LIMIT_S):
+            out, _ = await process.communicate()
     except TimeoutError:
         out = b""
     finally:

@@ -209,8 +209,14 @@ def _rendered(frontend: Frontend) -> Rendered:
         fast, figures = prompts.fast, prompts.figures
         rendered = Rendered("tokenizers" if fast is None or fast.distrust else fast.name)
         if figures is not None:
-            asked, found = figures.asked_characters, figures.found_characters
-            rendered = replace(rendered, characters=asked, found_characters=found, cache_bytes=figures.bytes)
+            plain = getattr(getattr(frontend.app, "state", None), "trivet_plain_chats", None)
+            kept_bytes, found = (0, 0) if plain is None else (plain.bytes, plain.found_characters)
+            rendered = replace(
+                rendered,
+                characters=figures.asked_characters + found,
+                found_characters=figures.found_characters + found,
+                cache_bytes=figures.bytes + kept_bytes,
+            )
     if linear is not None:
         rendered = replace(rendered, derender_hits=linear.hits, derender_replays=linear.replays)
     return rendered

@@ -173,6 +173,13 @@ class PlainChats:
         self._templates: dict[str, Separable | Inseparable] = {}
         self._frames: OrderedDict[Any, _Frame | None] = OrderedDict()
         self._expected: str | None = None
+        self.found_characters = 0
+        """Of texts whose ids were there; those that are made are counted where that is done (``CacheFigures``)."""
+
+    @property
+    def bytes(self) -> int:
+        """Of all that is kept."""
+        return self._bytes
 
     def expect(self, chat_template: str | None) -> None:
         """Looks at the template that most chats will have: the one that is served, or the tokenizer's."""
@@ -206,7 +213,7 @@ class PlainChats:
         if self._generation != self._prompts.generation:
             self._forget()
         try:
-            pieces = self._pieces(frame, messages)
+            pieces, made_characters = self._pieces(frame, messages)
         except Inseparable as why:
             self._give_up(frame, why)
             return None
@@ -219,6 +226,8 @@ class PlainChats:
         parts = list(map(_written, pieces)) if written else [None]
         if None in parts:
             return text
+        with self._lock:
+            self.found_characters += len(text) - made_characters
         prompt = Prompt(text)
         prompt.ids = WrittenIds(list(filter(None, parts)), sum(map(_length, pieces)))
         return prompt
@@ -228,8 +237,10 @@ class PlainChats:
         frame = self._frame(messages, params)
         return None if frame is None else self._parsed(frame.content_format, messages)
 
-    def _pieces(self, frame: _Frame, messages: PlainMessages) -> list[_Piece] | None:
-        """The pieces of a chat; those that are not there are made. None where vLLM's way is to be gone.
+    def _pieces(self, frame: _Frame, messages: PlainMessages) -> tuple[list[_Piece] | None, int]:
+        """The pieces of a chat, those that are not there made now, and how many characters these have.
+
+        None where vLLM's way is to be gone.
 
         Raises:
             Inseparable: it is not in pieces.
@@ -237,9 +248,12 @@ class PlainChats:
         """
         generation = self._prompts.generation
         named = (frame.number, messages.roles[0], messages.contents[0])
-        head: _Head | None = self._kept.get(named) or self._begun(generation, frame, named, messages)
+        head: _Head | None = self._kept.get(named)
+        made_characters = 0
         if head is None:
-            return None
+            if (head := self._begun(generation, frame, named, messages)) is None:
+                return None, 0
+            made_characters = len(head.before.text) + len(head.behind.text)
         head.used = True
         keys = _keys(frame, head, messages)
         found: list[Any] = list(map(self._kept.get, keys))
@@ -247,11 +261,11 @@ class PlainChats:
             if piece is not None:
                 piece.used = True
         if None not in found:
-            return [head.before, *found, head.behind]
+            return [head.before, *found, head.behind], made_characters
         missing = [place for place, piece in enumerate(found, head.begin) if piece is None]
         parsed = self._parsed(frame.content_format, [messages[place] for place in missing])
         if parsed is None:
-            return None
+            return None, 0
         whole: list[Any] = [head.first, *[None] * (len(messages) - 1)]
         for place, one in zip(missing, parsed, strict=True):
             whole[place] = one
@@ -261,7 +275,7 @@ class PlainChats:
             piece.size += _size(messages.contents[place])
             made[keys[place - head.begin]] = found[place - head.begin] = piece
         self._keep(generation, made)
-        return [head.before, *found, head.behind]
+        return [head.before, *found, head.behind], made_characters + sum(map(len, texts))
 
     def _begun(self, generation: int, frame: _Frame, named: Any, messages: PlainMessages) -> _Head | None:
         """What chats with this first message have in common; None where vLLM's way is to be gone.

@@ -34,7 +34,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from trivet.render.outer import LEFT, answer_early
 from trivet.render.plain_chats import PlainMessages, WrittenIds, looked_at
 from trivet.render.renderer import ASKED, WRITTEN
-from trivet.render.repeated import Rendering, Repeated
+from trivet.render.repeated import Rendering, RenderingError, Repeated
 from trivet.render.validated import Validated
 
 logger = logging.getLogger(__name__)
@@ -148,6 +148,9 @@ class _Short(BaseRoute):
         try:
             if (written := repeated.answer(key, plain)) is not None:
                 return 200, written
+        except RenderingError as error:  # raised where vLLM's handlers see it, as below
+            scope[_RAISED] = error.raised
+            return None
         except Exception as error:  # vLLM's way knows how to tell it
             self._leave(error)
         seen: list[Any] = []

@@ -71,6 +71,14 @@ def fingerprint() -> str:
     return digest.hexdigest()[:16]
 
 
+class RenderingError(Exception):
+    """What vLLM's renderer has raised."""
+
+    def __init__(self, raised: Exception) -> None:
+        super().__init__(str(raised))
+        self.raised = raised
+
+
 @dataclass(frozen=True, slots=True)
 class Rendering:
     """What vLLM's handler has its renderer called with."""
@@ -128,7 +136,8 @@ class Repeated:
             key: what is asked for beside the messages, see ``Validated``; without a ``request_id``.
 
         Raises:
-            Exception: whatever vLLM raises, which it would raise on its way as well.
+            RenderingError: the renderer raised something, as it would on vLLM's way.
+            Exception: whatever else vLLM raises, which it would raise on its way as well.
         """
         known = self._kept.get(key)
         if known is None or heavier(
@@ -138,14 +147,17 @@ class Repeated:
             return None
         self._kept.move_to_end(key)
         rendering = known.rendering
-        _, (prompt,) = self._renderer.render_chat(
-            [messages], rendering.chat_params, rendering.tok_params, **rendering.more
-        )
+        try:
+            _, (prompt,) = self._renderer.render_chat(
+                [messages], rendering.chat_params, rendering.tok_params, **rendering.more
+            )
+        except Exception as error:
+            raise RenderingError(error) from error
         ids = prompt["prompt_token_ids"]
         if type(ids) is not WrittenIds or not ids:
             return None
         max_tokens = self._max_tokens(known.limit, len(ids))
-        if max_tokens < 1 or max_tokens == -5:
+        if max_tokens < 1 or max_tokens == _UNWRITTEN:
             return None
         name = orjson.dumps(known.prefix + random_uuid())
         parts = name, ids.json(), known.before, max_tokens, known.behind

@@ -125,7 +125,6 @@ class Separable:
             for piece in self._template.root_render_func(context):
                 if piece == self._mark:
                     texts.append([])
-                    watch.marks += 1
                 else:
                     texts[-1].append(piece)
         except _Asked:
@@ -143,7 +142,6 @@ class _Asked(BaseException):
 class _Watch:
     def __init__(self, messages: Sequence[Any], wanted: Sequence[int]) -> None:
         self.messages, self.wanted = messages, wanted
-        self.marks = 0
         self.begin: int | None = None
 
 
@@ -166,7 +164,7 @@ class _Watched:
 
     def __iter__(self) -> Iterator[tuple[Any, Place]]:
         watch, begin = self.__watch, self.__begin
-        if watch.begin is not None or watch.marks != 1:  # a second time, or at another place than the loop's
+        if watch.begin is not None:  # a second time: once the loop does it, or its marks are missing
             raise _Asked
         watch.begin = begin
         last = len(watch.messages) - 1
@@ -257,9 +255,6 @@ def _look_at(node: nodes.Node, main: nodes.For, asked: set[str], inside: bool = 
             raise Inseparable(f"it uses the test {node.name}")
     elif isinstance(node, nodes.Call):
         _look_at_call(node)
-    elif isinstance(node, nodes.Assign):
-        if not isinstance(node.target, nodes.Name | nodes.Tuple):
-            raise Inseparable("it writes to a namespace")
     elif isinstance(node, nodes.For):
         if node.recursive or (node is main and (node.test or node.else_ or not _is_name(node.target))):
             raise Inseparable("its loop is not a plain one")
