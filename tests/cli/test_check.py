@@ -61,6 +61,8 @@ def test_without_lengths_it_says_what_a_token_takes(trivet, model):
     ("asked", "told"),
     [
         (["--model", "/nowhere/at/all"], "there is no folder"),
+        (["--model", "~nobody-at-all/x"], "cannot be read"),
+        (["--model", "/" + "x" * 300], "cannot be read"),
         (["--model", "MODEL", "--prompt-tokens", "many"], "'many' is no list of lengths"),
         (["--model", "MODEL", "--prompt-tokens", "10,0"], "'10,0' is no list of lengths"),
         (["--model", "MODEL", "--prompt-tokens", ","], "',' is no list of lengths"),
@@ -80,12 +82,13 @@ def test_what_cannot_be_is_one_line_and_status_2(trivet, model, asked, told):
     assert done.err.count("\n") == 1
 
 
-def test_json_never_swallows_the_topology(trivet, tmp_path):
-    file = tmp_path / "t.yaml"
+@pytest.mark.parametrize("name", ["t.yaml", "t.conf"])
+def test_json_never_swallows_the_topology(trivet, tmp_path, name):
+    file = tmp_path / name
     file.write_text("model: {name: m}\ntiers: {mixed: {device: sim}}\n")
     done = trivet("check", "--json", str(file))
     assert done.status == 2
-    assert "there is no pair" in done.err
+    assert ("there is no pair" if name == "t.yaml" else "which no report does") in done.err
     assert file.read_text().startswith("model:")
 
 

@@ -269,8 +269,13 @@ def test_ctrl_c_ends_it_as_sigterm_does_and_what_is_asked_for_is_logged(model, s
 def test_what_ends_it_while_tokenizers_are_compared_ends_all_of_it(model, server, tmp_path, number):
     one = server(str(model))
     one.says("comparing fast tokenizers for this model (once, some 10 s) ...")
-    assert until(lambda: children_of(one.process.pid))
-    children = children_of(one.process.pid)
+
+    def comparing():
+        told = ((child, Path(f"/proc/{child}/cmdline").read_bytes()) for child in children_of(one.process.pid))
+        return [child for child, command in told if b"trivet.render.compare" in command]
+
+    assert until(comparing)
+    children = comparing()
     for child in children:
         os.kill(child, signal.SIGSTOP)  # so that it does not come to its end by itself
     one.process.send_signal(number)

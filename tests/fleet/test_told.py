@@ -155,11 +155,7 @@ async def test_no_secret_and_no_more_of_the_environment_than_transports_read(vll
         "NIXL_LOG_LEVEL": "INFO",
     }
     assert not {"HF_TOKEN", "VLLM_API_KEY", "TRIVET_API_KEY", "UCX_SOME_TOKEN", "PATH"} & set(environment)
-    assert facts["connector_options"] == {
-        "backends": ["UCX"],
-        "kv_recompute_tokens": 64,
-        "peer": {"url": "http://store:1/x?"},
-    }
+    assert facts["connector_options"] == {"backends": ["UCX"], "kv_recompute_tokens": 64}
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -182,6 +178,24 @@ async def test_other_requests_and_methods_are_vllms(vllms):
 
 
 # alone
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"headers": ["Authorization: Bearer abc"]},
+        {"dsn": "host=x password=abc"},
+        {"aws_access_id": "abc", "sas": "abc"},
+        {"connectors": [{"kv_connector": "X", "url": "http://u:abc/w@h"}]},
+    ],
+)
+def test_options_that_nobody_compares_are_not_told(options):
+    assert "abc" not in json.dumps(told._without_secrets(options))
+
+
+def test_of_the_environment_only_what_transports_read_is_told():
+    given = {"NIXL_OBJ_AKID": "a", "NIXL_S3_ACCESS": "a", "TRIVET_SAS": "a", "TRIVET_PWD": "a", "UCX_TLS": "tcp"}
+    assert dict(told._environment(given)) == {"UCX_TLS": "tcp"}
 
 
 async def other(scope, receive, send):

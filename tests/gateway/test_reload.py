@@ -30,7 +30,7 @@ kv: {connector: CONNECTOR}
 tiers:
   prefill: {device: sim}
   decode: {device: sim, engines: [DECODE]}
-gateway: {plane: text, port: 0, workers: 2, split: always, drain_s: 40}
+gateway: {plane: text, port: 0, workers: 2, split: always, drain_s: 40, guard: off}
 """
 FIRST = "{name: first, flags: {step-ms: 20}}"
 SECOND = "{name: second, flags: {step-ms: 20}}"

@@ -60,6 +60,9 @@ TIMES_SLOWER = 4.0
 """A canary that is not done when its time is over was held up by its pair, and not by a load, if the same prompt takes
 both engines, one after the other and without a transfer, less time than that divided by this."""
 
+_BACKOFF_TOKENS = 16
+"""vLLM leaves a speculating decode the last tokens, up to one less than it drafts (``_prefill_backoff`` in
+``nixl/base_scheduler.py``). A prompt that is computed again is computed whole."""
 _CANDIDATES = 20
 """vLLM's ``--max-logprobs`` unless set."""
 _SETTLES_S, _SETTLES_POLL_S = 0.5, 0.1
@@ -397,7 +400,7 @@ class Canaries:
     def _allowed(self, pair: Pair, prompt: Sequence[int]) -> int:
         block = pair.decode.cached_block_tokens
         if not self._connector.addressed_by_hash or not block:
-            return 1
+            return min(_BACKOFF_TOKENS, max(1, len(prompt) // 2))
         return len(prompt) - (len(prompt) - 1) // block * block
 
     async def _split(
@@ -521,6 +524,8 @@ def _difference(
     if got not in candidates:
         told = f"{got} is not among the {len(candidates)} likeliest tokens there"
         return Difference(at, expected, got, None, is_wrong=True, told=told)
+    if expected not in candidates:
+        return Difference(at, expected, got, None, is_wrong=True, told=f"so each of {asked} times it was asked")
     gap = candidates[expected] - candidates[got]
     told = f"{expected} is {gap:.2f} likelier than {got} (natural logarithm)"
     return Difference(at, expected, got, gap, is_wrong=gap > NEAR_TIE, told=told)
@@ -744,6 +749,9 @@ class _Usage:
             nudge: an engine tells of its memory as it was in its last step: awaited when that may be why it is full.
         """
         begin_s, nudged = now_s(), False
+        if any(_USAGE not in one for one in self._before):  # --disable-log-stats, or /metrics is not to be had
+            nudge.close()
+            return (None, None), False
         freed: list[float | None] = [None, None]
         busy = any(_is_busy(one) for one in self._before)
         try:

@@ -32,6 +32,12 @@ def of_service(plan: Plan, facts: Iterable[Mapping[str, Any]]) -> list[EngineVie
     plans, told = {one.name: one for one in plan.engines}, list(facts)
     if {one["name"] for one in told} != set(plans) or any(one["tier"] != plans[one["name"]].tier for one in told):
         return None
+    for one in told:  # names alone are everybody's
+        planned = plans[one["name"]]
+        if one.get("device", planned.device) != planned.device:
+            return None
+        if planned.started_by != "trivet" and one["url"] != planned.url:
+            return None
     views = []
     for one in told:
         view, planned = EngineView.parse(one), plans[one["name"]]

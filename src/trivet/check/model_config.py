@@ -205,13 +205,17 @@ def read_config(model: str, revision: str | None = None) -> Config:
     Raises:
         TrivetError: there is none, it cannot be read, or the hub cannot be reached.
     """
-    path = Path(model).expanduser()
-    if model and path.is_dir():
+    try:
+        path = Path(model).expanduser()
+        is_folder, is_a_file = bool(model) and path.is_dir(), path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise TrivetError(f"{model[:80]!r} cannot be read ({error})", mend=_MEND) from None
+    if is_folder:
         found = next((file for name in _FILES if (file := path / name).is_file()), None)
         if found is None:
             raise TrivetError(f"{path} has no config.json", mend=_MEND)
         return _parsed(found)
-    if path.is_file():
+    if is_a_file:
         if path.suffix != ".json":
             raise TrivetError(f"{path} is no config.json", mend=_MEND)
         return _parsed(path)

@@ -28,6 +28,8 @@ GPUs with direct copies NixlConnector takes 22 % of 8,000 tokens' (docs/measurem
 no prompt stalls."""
 DEAR_SHARE = 1.0
 """A handover that takes longer than computing the prompt cannot pay: decode could have computed it in that time."""
+_LEAST_S = 1e-3
+"""A handover that is shorter is no measure of an error: clocks and event loops are no finer."""
 UNNOTICED_S = 0.05
 """A handover that is shorter than this costs nobody anything that can be noticed, whatever its share."""
 
@@ -87,7 +89,7 @@ class Prediction:
             "handover_s": round(self.handover_s, 6),
             "split_ttft_s": round(self.split_ttft_s, 6),
             "colocated_ttft_s": round(self.colocated_ttft_s, 6),
-            "handover_share": round(self.handover_share, 4),
+            "handover_share": None if math.isinf(self.handover_share) else round(self.handover_share, 4),
         }
 
 
@@ -114,7 +116,7 @@ def handover(samples: Samples) -> HandoverModel:
     if not between:
         return HandoverModel(line)
     tokens, measured_s = between[len(between) // 2]
-    error = abs(line.at(tokens) - measured_s) / measured_s if measured_s > 0 else math.inf
+    error = abs(line.at(tokens) - measured_s) / max(measured_s, _LEAST_S)
     return HandoverModel(line, tokens, measured_s, error)
 
 

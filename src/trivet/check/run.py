@@ -155,6 +155,8 @@ class _Check:
         self._say = say
         self._facts: dict[str, EngineFacts | None] = {}
         self._findings: list[Finding] = []
+        self._kv: KvSize | None = None
+        """Of the first pair."""
         self._predictions: dict[str, tuple[predict.Prediction, ...]] = {}
         self._handovers: dict[str, predict.HandoverModel] = {}
         self._outcomes: dict[str, tuple[Outcome, ...]] = {}
@@ -163,11 +165,10 @@ class _Check:
     async def run(self) -> Report:
         self._say("asking the engines what they are")
         await asyncio.gather(*(self._read(view) for view in self._views))
-        kv = self._kv_size()
         try:
             for prefill in (one for one in self._views if one.tier == "prefill"):
                 for decode in (one for one in self._views if one.tier == "decode"):
-                    await self._check_pair(prefill, decode, kv)
+                    await self._check_pair(prefill, decode)
         finally:
             await self._canaries.close()
         if blind := blind_finding("", [one for outcomes in self._outcomes.values() for one in outcomes]):
@@ -176,7 +177,7 @@ class _Check:
             self._connector.name,
             self._model,
             self._facts,
-            kv,
+            self._kv,
             tuple(self._findings),
             self._connector.legs_start_together,
             self._predictions,
@@ -197,39 +198,43 @@ class _Check:
             passed("engine", view.name, told + ("" if facts.whole else "; it tells little of itself"))
         )
 
-    def _kv_size(self) -> KvSize | None:
-        """The arithmetic, of what the engines and the model's config say."""
-        facts = [one for one in self._facts.values() if one is not None]
-        where = self._model_path or next((one.model for one in facts if one.model), None)
-        decode = next((one for one in self._of_tier("decode") if one is not None), EngineFacts())
+    def _kv_size(self, prefill: EngineFacts, decode: EngineFacts) -> KvSize | None:
+        """The arithmetic of a pair, of what its engines and the model's config say. Said once of equal ones."""
+        where = self._model_path or prefill.model or decode.model
         if where is None:
             said = "no engine says where its model is, so that what must move cannot be worked out"
-            self._findings.append(warned("arithmetic", "", said, "name the model: --model PATH"))
+            self._tell_once(warned("arithmetic", "", said, "name it in the topology: model.name"))
             return None
+        # NIXL moves prefill's blocks, of which decode's may be several
+        blocks = [one for one in (prefill.block_tokens, decode.block_tokens) if one]
         try:
             kv = size_of(
                 read_config(where),
                 dtype=decode.dtype or "auto",
                 kv_cache_dtype=decode.kv_dtype_flag or "auto",
                 tp=decode.tensor_parallel or 1,
-                block_size=decode.block_tokens or _DEFAULT_BLOCK_TOKENS,
+                block_size=min(blocks, default=_DEFAULT_BLOCK_TOKENS),
                 is_hybrid=decode.hybrid_manager,
             )
         except TrivetError as error:
-            self._findings.append(warned("arithmetic", "", error.problem, error.mend or "name the model: --model PATH"))
+            mend = error.mend or "name it in the topology: model.name"
+            self._tell_once(warned("arithmetic", "", error.problem, mend))
             return None
         said = f"{kv.bytes_per_token:,} bytes of KV a token ({kv.kv_cache_dtype}, {kv.model_type})"
-        self._findings.append(passed("arithmetic", "", "; ".join((said, *kv.notes))))
+        self._tell_once(passed("arithmetic", "", "; ".join((said, *kv.notes))))
+        self._kv = self._kv or kv
         return kv
 
-    def _of_tier(self, tier: str) -> list[EngineFacts | None]:
-        return [self._facts.get(one.name) for one in self._views if one.tier == tier]
+    def _tell_once(self, finding: Finding) -> None:
+        if finding not in self._findings:
+            self._findings.append(finding)
 
-    async def _check_pair(self, prefill: EngineView, decode: EngineView, kv: KvSize | None) -> None:
+    async def _check_pair(self, prefill: EngineView, decode: EngineView) -> None:
         name = f"{prefill.name} -> {decode.name}"
         of_prefill, of_decode = self._facts[prefill.name], self._facts[decode.name]
         if of_prefill is None or of_decode is None:
             return  # said already
+        kv = await asyncio.to_thread(self._kv_size, of_prefill, of_decode)
         self._findings += compatible(of_prefill, of_decode, self._connector.name, name)
         self._say(f"{name}: measuring the link")
         self._findings += await look_at_link(of_prefill, of_decode, self._connector.name, name)
@@ -252,7 +257,7 @@ class _Check:
 
     def _predict(self, name: str, outcomes: Sequence[Outcome], kv: KvSize | None) -> None:
         handovers, prefill, colocated = measured(outcomes)
-        if len(handovers) < 2:
+        if len(handovers) < 2 or not prefill:
             return  # canaries say why
         line = predict.handover(handovers)
         self._handovers[name] = line
@@ -261,6 +266,8 @@ class _Check:
         self._findings.append(predict.prediction_finding(name, line, per_token))
         if (slow := self._slow(name, line, per_token)) is not None:
             self._findings.append(slow)
+        if not colocated:
+            return
         predictions = predict.predict(
             self._wish.prompt_tokens or [max(handovers)],
             prefill=prefill,
@@ -386,7 +393,7 @@ def measured(
     for outcome in list(outcomes)[_COLD:]:
         split, alone, tokens = outcome.split, outcome.colocated, outcome.prompt_tokens
         if isinstance(split, Answer) and split.handover_s is not None and not outcome.recomputed:
-            handovers[tokens].append(split.handover_s)
+            handovers[tokens].append(max(0.0, split.handover_s))
             if split.prefill_s is not None:
                 prefill[tokens].append(split.prefill_s)
         if isinstance(alone, Answer) and alone.ttft_s is not None:

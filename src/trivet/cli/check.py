@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,13 @@ def _check_writable(json_file: str | None) -> None:
     if path.is_dir() or not path.parent.is_dir():
         what = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
         raise TrivetError(f"--json {json_file}: {what}", mend="name a file in a folder that is there")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise TrivetError(f"--json {json_file}: it cannot be written", mend="name a file that you may write")
+    if path.is_file() and (begins := path.read_bytes()[:1]) not in (b"", b"{"):
+        raise TrivetError(
+            f"--json {json_file}: it is there, and begins with {begins!r}, which no report does",
+            mend="name another file; a topology stands before --json",
+        )
 
 
 def _write(json_file: str | None, facts: Mapping[str, Any]) -> None:

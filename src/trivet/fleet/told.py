@@ -37,10 +37,19 @@ _Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 _Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _App = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
 
-_SHOWN_PREFIXES = ("UCX_", "NIXL_", "TRIVET_", "VLLM_NIXL_")
+_SHOWN_PREFIXES = ("UCX_",)
+_OPTIONS = frozenset(
+    ("backends", "movers", "connectors", "kv_connector", "kv_role", "kv_load_failure_policy", "kv_buffer_device")
+)
+"""Of a connector's options, those whose texts are told; numbers are told of all."""
 _SHOWN = frozenset(
     {
         "CUDA_VISIBLE_DEVICES",
+        "NIXL_LOG_LEVEL",
+        "NIXL_PLUGIN_DIR",
+        "TRIVET_NIXL_PROGRESS_THREAD",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT",
         "NVIDIA_VISIBLE_DEVICES",
         "PYTHONHASHSEED",
         "VLLM_KV_CACHE_LAYOUT",
@@ -198,7 +207,11 @@ def _connector_facts(kv: Any) -> dict[str, Any]:
 def _without_secrets(value: Any) -> Any:
     match value:
         case Mapping():
-            return {str(name): _without_secrets(one) for name, one in value.items() if not _is_secret(str(name), one)}
+            return {
+                str(name): _without_secrets(one)
+                for name, one in value.items()
+                if isinstance(one, bool | int | float) or (name in _OPTIONS and not _is_secret(str(name), one))
+            }
         case list() | tuple():
             return [_without_secrets(one) for one in value]
         case None | bool() | int() | float():

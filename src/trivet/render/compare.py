@@ -57,6 +57,7 @@ def compare(definition: str, names: Sequence[str]) -> Finding:
         definition: ``tokenizer.json``, as ``Tokenizer.to_str`` gives it.
     """
     asked = json.dumps({"definition": definition, "names": list(names), "parent": os.getpid()})
+    libc = ctypes.CDLL(None)
     try:
         done = subprocess.run(
             [sys.executable, "-m", "trivet.render.compare"],
@@ -67,6 +68,7 @@ def compare(definition: str, names: Sequence[str]) -> Finding:
             timeout=_LIMIT_S,
             check=False,
             start_new_session=True,  # Ctrl-C is for the parent, and ends this with it
+            preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
         )
     except subprocess.TimeoutExpired:
         why = f"the comparison took longer than {_LIMIT_S:g} s"
@@ -81,7 +83,6 @@ def compare(definition: str, names: Sequence[str]) -> Finding:
 
 def main() -> None:
     """The process."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     asked = json.load(sys.stdin)
     if os.getppid() != asked["parent"]:  # it was gone before
         sys.exit(1)
