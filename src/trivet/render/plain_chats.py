@@ -38,6 +38,7 @@ _ENTRY_BYTES = 512
 _CHANCES = 1000
 """So many pieces are moved at most when room is made, as the event loop waits for it."""
 _LOOKING = threading.Lock()
+"""Never waited for."""
 
 
 class WrittenIds(Sequence[int]):
@@ -472,10 +473,14 @@ def _calls(compiled: Any, call: Callable[[], Any]) -> tuple[Any, list[Mapping[st
             calls.append(given if not args else {})
         return theirs(*args, **given)
 
-    with _LOOKING:
+    if not _LOOKING.acquire(blocking=False):  # a request's template may hold it for ever
+        raise BlockingIOError("another chat is looked at")
+    try:
         theirs = compiled.render
         compiled.render = render
         try:
             return call(), calls
         finally:
             del compiled.render
+    finally:
+        _LOOKING.release()
