@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from trivet.check import engines
+from trivet.check.compatible import NAMES
 from trivet.check.run import Report, Wish, check
 from trivet.check.verdict import Finding, Level
 from trivet.fleet.supervisor import Fleet
@@ -21,23 +22,7 @@ from trivet.topology.ports import PortBook
 pytestmark = pytest.mark.e2e
 
 CANARY = ("canary-error", "wrong-tokens", "recompute", "bytes", "handover", "freed")
-COMPARED = (
-    "vllm-version",
-    "roles",
-    "block-size",
-    "dtype",
-    "kv-dtype",
-    "tensor-parallel",
-    "pipeline-parallel",
-    "kv-layout",
-    "model",
-    "speculative",
-    "hash-seed",
-    "prefix-caching",
-    "max-length",
-    "load-failure-policy",
-    "tokenizer",
-)
+COMPARED = [name for name in NAMES if name != "connector"]
 
 
 def named(report: Report, name: str, about: str | None = None) -> Finding:

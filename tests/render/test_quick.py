@@ -285,6 +285,41 @@ async def test_ids_of_a_tokenizer_that_is_distrusted_are_not_written(apps):
     assert plain._generation == plain._prompts.generation
 
 
+class Held:
+    """A lock that somebody has for ever, and who would have waited for it."""
+
+    def __init__(self) -> None:
+        self.waited = 0
+
+    def acquire(self, blocking: bool = True) -> bool:
+        self.waited += blocking
+        return False
+
+    def __enter__(self) -> None:
+        self.waited += 1
+        raise TimeoutError
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_template_that_never_ends_keeps_nobody_waiting(apps, monkeypatch):
+    """A thread that never comes back has the lock; chats of new kinds go vLLM's way until it is free."""
+    from trivet.render import plain_chats
+
+    plain, held = apps[1].state.trivet_plain_chats, Held()
+    body = {"messages": HI, "chat_template_kwargs": {"of_a_new_kind": 7}}
+    before = list(plain._frames)
+    with monkeypatch.context() as patched:
+        patched.setattr(plain_chats, "_LOOKING", held)
+        await assert_same(apps, CHAT, body)
+        assert not held.waited
+        assert list(plain._frames) == before, "it may be looked at later"
+    await assert_same(apps, CHAT, body)
+    assert len(plain._frames) == len(before) + 1
+
+
 @pytest.mark.asyncio(loop_scope="module")
 async def test_of_what_is_salted_nothing_is_kept(apps):
     _, ours = apps
